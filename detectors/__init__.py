@@ -1,0 +1,1 @@
+"""Detectors: readouts of the model's internals in, calibrated scores out."""

@@ -1,0 +1,56 @@
+"""The one small interface between readouts and scores.
+
+A detector says what the aperture must read for it and turns what came back into one calibrated score. It never sees
+HTTP, a policy or an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from guard.mia.results import Readout
+from guard.mia.spec import AttentionCapture, HiddenCapture
+
+ScoreStatus = Literal["scored", "unavailable"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """``value`` is higher the likelier what the detector looks for; None unless ``status`` is ``scored``."""
+
+    status: ScoreStatus
+    value: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What one detector needs from the aperture, under names that are its own.
+
+    ``spans`` are roles that the policy binds to messages: a detector asks for "instruction" and "data", and the
+    policy says which messages these are.
+    """
+
+    hidden: Mapping[str, HiddenCapture] = field(default_factory=dict)
+    attention: Mapping[str, AttentionCapture] = field(default_factory=dict)
+    spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Span name -> default message selectors, used unless the policy binds the span otherwise."""
+
+
+class Detector(Protocol):
+    """Built once from its ``model_configs`` file, then called for every request from many tasks: keep it stateless."""
+
+    kind: str
+    """Name under which it is registered, as policies write it: ``attention_tracker``, ``probe``."""
+
+    thresholds: Mapping[str, float]
+    """Named operating points measured at calibration (for example ``fpr_1pct``), usable in policies by name."""
+
+    def plan(self) -> CapturePlan: ...
+
+    def score(self, readouts: Mapping[str, Readout]) -> Score:
+        """Score from readouts keyed as in ``plan()``. A readout that is missing or not complete gives ``unavailable``
+        with the reason; never raises for what an engine may send."""
+        ...

@@ -1,0 +1,1 @@
+"""The aperture: captures and steers model internals per request inside vLLM."""

@@ -1,0 +1,51 @@
+"""What one engine has taps for: given at start in vLLM's ``--additional-config``, checked against every request.
+
+Owns the ``additional_config["mia"]`` schema. It travels inside ``VllmConfig`` to every process and is part of vLLM's
+compile-cache key, so an engine with other taps never loads a stale graph. Without it the plugin does nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from guard.mia.spec import Head, Layer, MiaSpec, SpecError
+
+
+class EngineConfig(BaseModel):
+    """Taps and limits of one engine. Every list is what requests may ask for; anything else is refused with a 400."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hidden_layers: tuple[Layer, ...] = ()
+    """Layers whose residual stream requests may read."""
+    attention_heads: tuple[Head, ...] = ()
+    """``(layer, head)`` pairs whose attention requests may read."""
+    steering_layers: tuple[Layer, ...] = ()
+    """Layers after which requests may steer."""
+    steering_folder: Path | None = None
+    """The operator's folder of ``NAME.safetensors`` files, each with one tensor ``vector`` of ``[hidden_size]``."""
+    max_key_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
+    """Host memory for the keys of prompts whose attention is being read. Requests beyond it get ``dropped``."""
+
+    def check(self, spec: MiaSpec) -> None:
+        """Raise ``SpecError`` when ``spec`` asks for something that this engine has no tap for."""
+        for name, hidden in spec.hidden.items():
+            if hidden.layer not in self.hidden_layers:
+                raise SpecError(
+                    f"this engine has no hidden-state tap at layer {hidden.layer}; it has {list(self.hidden_layers)}",
+                    f"mia.hidden.{name}.layer",
+                )
+        for name, attention in spec.attention.items():
+            if missing := [list(head) for head in attention.heads if head not in self.attention_heads]:
+                raise SpecError(
+                    f"this engine has no attention tap for heads {missing[:8]}", f"mia.attention.{name}.heads"
+                )
+        for i, steer in enumerate(spec.steer):
+            if steer.layer not in self.steering_layers:
+                raise SpecError(
+                    f"this engine does not steer at layer {steer.layer}; it steers at {list(self.steering_layers)}",
+                    f"mia.steer.{i}.layer",
+                )

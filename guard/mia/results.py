@@ -1,0 +1,131 @@
+"""What one request gets back: readouts by capture name, each with a status, and their wire form.
+
+Owns the JSON that the API server adds to an answer. Never touches torch or vLLM. A readout that is not ``complete``
+says why; a consumer must treat it as "no score", never as "clean".
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+Status = Literal["complete", "dropped", "unavailable"]
+
+EVENT_OBJECT = "mia.readouts"
+"""Value of ``object`` in the extra chunk of a stream."""
+
+
+@dataclass(frozen=True)
+class HiddenReadout:
+    """One residual-stream vector. ``values``: ``[hidden_size]`` float32, None unless complete."""
+
+    status: Status
+    layer: int
+    position: int | None = None
+    token_id: int | None = None
+    values: FloatArray | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class AttentionReadout:
+    """Attention mass per span and head. ``mass[span]``: ``[len(heads)]`` float32 in 0..1, in the order of ``heads``."""
+
+    status: Status
+    heads: tuple[tuple[int, int], ...]
+    position: int | None = None
+    mass: dict[str, FloatArray] = field(default_factory=dict)
+    reason: str = ""
+
+
+Readout = HiddenReadout | AttentionReadout
+
+
+@dataclass(frozen=True)
+class Readouts:
+    """All readouts of one choice at one stage. ``span_tokens``: the resolved token ranges of the named spans."""
+
+    items: dict[str, Readout]
+    span_tokens: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    prompt_index: int = 0
+    choice_index: int = 0
+    stage: Literal["prompt"] = "prompt"
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "prompt_index": self.prompt_index,
+            "choice_index": self.choice_index,
+            "prompt_tokens": self.prompt_tokens,
+            "span_tokens": {name: [list(r) for r in ranges] for name, ranges in self.span_tokens.items()},
+            "items": {name: _item_to_wire(item) for name, item in self.items.items()},
+        }
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> Readouts:
+        """Inverse of ``to_wire``. Raises ``KeyError`` or ``ValueError`` on anything else."""
+        return cls(
+            items={name: _item_from_wire(item) for name, item in wire["items"].items()},
+            span_tokens={
+                name: tuple((int(a), int(b)) for a, b in ranges) for name, ranges in wire["span_tokens"].items()
+            },
+            prompt_tokens=int(wire["prompt_tokens"]),
+            prompt_index=int(wire["prompt_index"]),
+            choice_index=int(wire["choice_index"]),
+            stage=wire["stage"],
+        )
+
+
+def array_to_wire(values: FloatArray) -> dict[str, Any]:
+    """float32, little endian, base64: a tenth of the size and time of a JSON list of floats."""
+    raw = np.ascontiguousarray(values, dtype="<f4").tobytes()
+    return {"dtype": "float32", "shape": list(values.shape), "data": base64.b64encode(raw).decode()}
+
+
+def array_from_wire(wire: dict[str, Any]) -> FloatArray:
+    if wire["dtype"] != "float32":
+        raise ValueError(f"dtype {wire['dtype']!r} is not float32")
+    return np.frombuffer(base64.b64decode(wire["data"], validate=True), dtype="<f4").reshape(wire["shape"])
+
+
+def _item_to_wire(item: Readout) -> dict[str, Any]:
+    wire: dict[str, Any] = {"status": item.status, "position": item.position}
+    if item.reason:
+        wire["reason"] = item.reason
+    if isinstance(item, HiddenReadout):
+        wire |= {"kind": "hidden", "layer": item.layer, "token_id": item.token_id}
+        if item.values is not None:
+            wire["values"] = array_to_wire(item.values)
+    else:
+        wire |= {"kind": "attention", "heads": [list(head) for head in item.heads]}
+        wire["mass"] = {span: array_to_wire(mass) for span, mass in item.mass.items()}
+    return wire
+
+
+def _item_from_wire(wire: dict[str, Any]) -> Readout:
+    if wire["status"] not in ("complete", "dropped", "unavailable"):
+        raise ValueError(f"unknown status {wire['status']!r}")
+    if wire["kind"] == "hidden":
+        return HiddenReadout(
+            status=wire["status"],
+            layer=int(wire["layer"]),
+            position=wire["position"],
+            token_id=wire["token_id"],
+            values=array_from_wire(wire["values"]) if "values" in wire else None,
+            reason=wire.get("reason", ""),
+        )
+    if wire["kind"] == "attention":
+        return AttentionReadout(
+            status=wire["status"],
+            heads=tuple((int(layer), int(head)) for layer, head in wire["heads"]),
+            position=wire["position"],
+            mass={span: array_from_wire(mass) for span, mass in wire["mass"].items()},
+            reason=wire.get("reason", ""),
+        )
+    raise ValueError(f"unknown kind {wire['kind']!r}")

@@ -1,0 +1,149 @@
+"""What one request may ask of the aperture: captures on named spans, and steering.
+
+Owns the request's wire form, one JSON string in ``vllm_xargs["mia"]`` (HTTP) or ``extra_args["mia"]`` (offline), and
+its limits. Never touches torch or vLLM, so that proxies and detectors import it cheaply. What the running engine has
+taps for is checked elsewhere (``guard.mia.engine_config``); here only what any engine would refuse is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+MAX_SPEC_BYTES = 64 * 1024
+"""Longest accepted JSON text of one spec."""
+
+MAX_CAPTURES = 64
+"""Most captures, hidden and attention together, that one request may name."""
+
+SELECTOR = re.compile(r"(?P<role>[a-z_]{1,32})(?:\.(?P<which>all|first|last))?|message\.(?P<index>-?\d{1,6})")
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+Layer = Annotated[int, Field(ge=0, le=1024)]
+Head = tuple[Annotated[int, Field(ge=1, le=1024)], Annotated[int, Field(ge=0, le=1024)]]
+"""``(layer, head)``: layers count blocks from 1, as ``hidden_states[i]`` of transformers does; heads from 0."""
+
+
+class SpecError(ValueError):
+    """A spec that no engine accepts. ``param`` is the dotted path of the offending field, below ``mia``."""
+
+    def __init__(self, message: str, param: str = "mia") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HiddenCapture(_Model):
+    """The full residual stream (hidden + residual) of one token after one block.
+
+    ``layer`` is the index into transformers' ``hidden_states``: 0 the embedding, i the output of block i.
+    """
+
+    layer: Layer
+    position: Literal["last_prompt"] = "last_prompt"
+
+
+class AttentionCapture(_Model):
+    """How much attention each of ``heads`` puts, from one token, on each of ``spans`` (sum of probabilities)."""
+
+    heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=4096)]
+    spans: Annotated[tuple[Name, ...], Field(min_length=1, max_length=16)]
+    position: Literal["last_prompt"] = "last_prompt"
+
+
+class TokenRanges(_Model):
+    """Token ranges of the final prompt, half open, counted from 0."""
+
+    tokens: Annotated[tuple[tuple[int, int], ...], Field(min_length=1, max_length=256)]
+
+    @field_validator("tokens")
+    @classmethod
+    def _ordered(cls, value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        for start, end in value:
+            if not 0 <= start < end:
+                raise ValueError(f"a token range is [start, end) with 0 <= start < end, not [{start}, {end})")
+        return value
+
+
+Selector = Annotated[str, Field(max_length=64)]
+Span = TokenRanges | Annotated[tuple[Selector, ...], Field(min_length=1, max_length=16)]
+"""Token ranges, or message selectors whose texts are joined: ``system``, ``user.last``, ``tool``, ``message.3``.
+
+A bare role means all messages of that role. ``message.-1`` counts from the end."""
+
+
+class Steer(_Model):
+    """Add ``coefficient * vector`` to the full residual stream after block ``layer``, at every token of the phase."""
+
+    vector: Name
+    layer: Annotated[int, Field(ge=1, le=1024)]
+    coefficient: Annotated[float, Field(ge=-1e4, le=1e4, allow_inf_nan=False)]
+    method: Literal["add_vector"] = "add_vector"
+    phase: Literal["prefill", "decode", "both"] = "both"
+
+
+class MiaSpec(_Model):
+    """Everything one request asks of the aperture. Names of captures are the keys of the readouts that come back."""
+
+    spans: Annotated[dict[Name, Span], Field(max_length=16)] = {}
+    hidden: dict[Name, HiddenCapture] = {}
+    attention: dict[Name, AttentionCapture] = {}
+    steer: Annotated[tuple[Steer, ...], Field(max_length=16)] = ()
+
+    @field_validator("spans", mode="before")
+    @classmethod
+    def _one_selector_is_a_list_of_one(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: (v,) if isinstance(v, str) else v for k, v in value.items()}
+        return value
+
+    @field_validator("spans")
+    @classmethod
+    def _selectors_parse(cls, value: dict[str, Span]) -> dict[str, Span]:
+        for name, span in value.items():
+            if isinstance(span, tuple):
+                for selector in span:
+                    if not SELECTOR.fullmatch(selector):
+                        raise ValueError(
+                            f"span {name!r}: {selector!r} is not a selector; use ROLE, ROLE.first, ROLE.last or message.N"
+                        )
+        return value
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> Self:
+        if len(self.hidden) + len(self.attention) > MAX_CAPTURES:
+            raise ValueError(f"at most {MAX_CAPTURES} captures a request")
+        if both := self.hidden.keys() & self.attention.keys():
+            raise ValueError(f"a capture's name is used once: {', '.join(sorted(both))}")
+        for name, capture in self.attention.items():
+            if missing := set(capture.spans) - self.spans.keys():
+                raise ValueError(f"attention.{name} names undefined spans: {', '.join(sorted(missing))}")
+        return self
+
+    @property
+    def needs_messages(self) -> bool:
+        """Whether a span is named by message and must be resolved through the chat template."""
+        return any(isinstance(span, tuple) for span in self.spans.values())
+
+    def to_wire(self) -> str:
+        """The JSON text that goes into ``vllm_xargs["mia"]``."""
+        return self.model_dump_json(exclude_defaults=True)
+
+
+def parse_spec(text: object) -> MiaSpec:
+    """Parse the wire form. Raises ``SpecError`` that names the first offending field; never another exception."""
+    if not isinstance(text, str):
+        raise SpecError(f"must be a JSON string, not {type(text).__name__}")
+    if len(text.encode(errors="replace")) > MAX_SPEC_BYTES:
+        raise SpecError(f"longer than {MAX_SPEC_BYTES} bytes")
+    try:
+        return MiaSpec.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(["mia", *(str(part) for part in first["loc"])])
+        raise SpecError(f"{path}: {first['msg']}", path) from None
