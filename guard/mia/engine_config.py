@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from guard.mia.spec import Head, Layer, MiaSpec, SpecError
+from guard.mia.spec import Head, Layer, MiaSpec, Name, SpecError
 
 
 class EngineConfig(BaseModel):
@@ -27,6 +27,8 @@ class EngineConfig(BaseModel):
     """Layers after which requests may steer."""
     steering_folder: Path | None = None
     """The operator's folder of ``NAME.safetensors`` files, each with one tensor ``vector`` of ``[hidden_size]``."""
+    steering_vectors: tuple[Name, ...] = ()
+    """Names of the vectors in that folder that requests may use; all are loaded at start."""
     max_key_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
     """Host memory for the keys of prompts whose attention is being read. Requests beyond it get ``dropped``."""
 
@@ -49,3 +51,15 @@ class EngineConfig(BaseModel):
                     f"this engine does not steer at layer {steer.layer}; it steers at {list(self.steering_layers)}",
                     f"mia.steer.{i}.layer",
                 )
+            if steer.vector not in self.steering_vectors:
+                raise SpecError(
+                    f"this engine has no steering vector {steer.vector!r}; it has {list(self.steering_vectors)}",
+                    f"mia.steer.{i}.vector",
+                )
+
+
+def configured(additional_config: object) -> EngineConfig | None:
+    """The engine's taps from vLLM's ``additional_config``, or None when it has none. Raises pydantic's error."""
+    if isinstance(additional_config, dict) and "mia" in additional_config:
+        return EngineConfig.model_validate(additional_config["mia"])
+    return None

@@ -8,6 +8,7 @@ taps for is checked elsewhere (``guard.mia.engine_config``); here only what any 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -17,6 +18,9 @@ MAX_SPEC_BYTES = 64 * 1024
 
 MAX_CAPTURES = 64
 """Most captures, hidden and attention together, that one request may name."""
+
+MAX_VECTORS_PER_LAYER = 4
+"""Most steering vectors that one request may add after one layer."""
 
 SELECTOR = re.compile(r"(?P<role>[a-z_]{1,32})(?:\.(?P<which>all|first|last))?|message\.(?P<index>-?\d{1,6})")
 
@@ -123,6 +127,9 @@ class MiaSpec(_Model):
         for name, capture in self.attention.items():
             if missing := set(capture.spans) - self.spans.keys():
                 raise ValueError(f"attention.{name} names undefined spans: {', '.join(sorted(missing))}")
+        for layer, vectors in Counter(steer.layer for steer in self.steer).items():
+            if vectors > MAX_VECTORS_PER_LAYER:
+                raise ValueError(f"steer names {vectors} vectors at layer {layer}; at most {MAX_VECTORS_PER_LAYER}")
         return self
 
     @property

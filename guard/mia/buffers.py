@@ -1,0 +1,157 @@
+"""Every tensor that the taps read or write, allocated in one place and never moved.
+
+Owns allocation and sizes. ``taps`` binds these to layers, ``routing`` fills them before a step, ``readouts`` reads them
+after it. Sizes follow from the configured taps alone; ``size_bytes`` is logged at start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from guard.mia.engine_config import EngineConfig
+from guard.mia.spec import MAX_VECTORS_PER_LAYER
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass
+class GatherTap:
+    """Rows to copy out at one place. rows: ``[capacity]`` int64; count: ``[1]`` int64, host; out: ``[capacity, width]``."""
+
+    rows: torch.Tensor
+    count: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def allocate(cls, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> GatherTap:
+        return cls(
+            rows=torch.zeros(capacity, dtype=torch.int64, device=device),
+            count=torch.zeros(1, dtype=torch.int64),
+            out=torch.zeros(capacity, width, dtype=dtype, device=device),
+        )
+
+    def fill(self, rows: IntArray) -> None:
+        self.rows[: len(rows)].copy_(torch.from_numpy(rows))
+        self.count.fill_(len(rows))
+
+    def clear(self) -> None:
+        self.count.zero_()
+
+
+@dataclass
+class SteerTap:
+    """Rows to steer after one layer. rows, slots: ``[capacity]`` int64; coefficients: ``[capacity]`` float32."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    coefficients: torch.Tensor
+    count: torch.Tensor
+    bank: torch.Tensor
+
+    @classmethod
+    def allocate(cls, capacity: int, bank: torch.Tensor) -> SteerTap:
+        device = bank.device
+        return cls(
+            rows=torch.zeros(capacity, dtype=torch.int64, device=device),
+            slots=torch.zeros(capacity, dtype=torch.int64, device=device),
+            coefficients=torch.zeros(capacity, dtype=torch.float32, device=device),
+            count=torch.zeros(1, dtype=torch.int64),
+            bank=bank,
+        )
+
+    def fill(self, rows: IntArray, slots: IntArray, coefficients: npt.NDArray[np.float32]) -> None:
+        n = len(rows)
+        self.rows[:n].copy_(torch.from_numpy(rows))
+        self.slots[:n].copy_(torch.from_numpy(slots))
+        self.coefficients[:n].copy_(torch.from_numpy(coefficients))
+        self.count.fill_(n)
+
+    def clear(self) -> None:
+        self.count.zero_()
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What one engine step can hold: requests and tokens."""
+
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the attention of one layer needs to be recomputed from its queries and keys.
+
+    ``scale`` multiplies the logits; ``softcap`` is 0 when there is none; ``window`` is the sliding window in tokens or
+    None. Values come from the loaded layer, never from the model's configuration file.
+    """
+
+    query_heads: int
+    key_heads: int
+    head_size: int
+    scale: float
+    softcap: float
+    window: int | None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.query_heads // self.key_heads
+
+
+@dataclass
+class TapBuffers:
+    """All taps of one engine, by layer number (transformers' numbering: blocks from 1)."""
+
+    hidden: dict[int, GatherTap]
+    query: dict[int, GatherTap]
+    key: dict[int, GatherTap]
+    steer: dict[int, SteerTap]
+    attention_shapes: dict[int, AttentionShape]
+
+    @classmethod
+    def allocate(
+        cls,
+        config: EngineConfig,
+        hidden_size: int,
+        shapes: dict[int, AttentionShape],
+        limits: StepLimits,
+        bank: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> TapBuffers:
+        """``shapes`` has an entry for each layer of ``config.attention_heads``; ``bank`` is ``[vectors, hidden_size]``."""
+        device = bank.device
+        layers = sorted({layer for layer, _ in config.attention_heads})
+        return cls(
+            hidden={
+                n: GatherTap.allocate(limits.requests, hidden_size, dtype, device) for n in sorted(config.hidden_layers)
+            },
+            query={
+                n: GatherTap.allocate(limits.requests, shapes[n].query_heads * shapes[n].head_size, dtype, device)
+                for n in layers
+            },
+            key={
+                n: GatherTap.allocate(limits.tokens, shapes[n].key_heads * shapes[n].head_size, dtype, device)
+                for n in layers
+            },
+            steer={
+                n: SteerTap.allocate(MAX_VECTORS_PER_LAYER * limits.tokens, bank) for n in sorted(config.steering_layers)
+            },
+            attention_shapes=shapes,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        taps = [*self.hidden.values(), *self.query.values(), *self.key.values()]
+        gathered = sum(tap.out.nbytes + tap.rows.nbytes for tap in taps)
+        steered = sum(t.rows.nbytes + t.slots.nbytes + t.coefficients.nbytes for t in self.steer.values())
+        bank = next((tap.bank.nbytes for tap in self.steer.values()), 0)
+        return gathered + steered + bank
+
+    def clear(self) -> None:
+        for tap in (*self.hidden.values(), *self.query.values(), *self.key.values(), *self.steer.values()):
+            tap.clear()

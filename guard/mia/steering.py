@@ -1,0 +1,48 @@
+"""The operator's steering vectors: loaded once at start, by name, from safetensors.
+
+Owns the bank's contents. A request names a vector, never a file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+TENSOR_NAME = "vector"
+
+
+class SteeringFolderError(ValueError):
+    """A steering folder that cannot be used; the message names the file and the remedy."""
+
+
+def vector_names(folder: Path) -> tuple[str, ...]:
+    """Names of the vectors in ``folder``, sorted. Raises ``SteeringFolderError`` when it is no folder."""
+    if not folder.is_dir():
+        raise SteeringFolderError(f"steering folder {folder} does not exist")
+    return tuple(sorted(path.stem for path in folder.glob("*.safetensors")))
+
+
+def load_bank(folder: Path | None, names: tuple[str, ...], hidden_size: int, device: torch.device) -> torch.Tensor:
+    """Bank ``[len(names), hidden_size]`` float32 in the order of ``names``. Raises ``SteeringFolderError``."""
+    if folder is None or not names:
+        return torch.zeros(0, hidden_size, device=device)
+    return torch.stack([_load_vector(folder / f"{name}.safetensors", hidden_size) for name in names]).to(device)
+
+
+def _load_vector(path: Path, hidden_size: int) -> torch.Tensor:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise SteeringFolderError(f"steering vector {path}: {error}") from error
+    vector = tensors.get(TENSOR_NAME)
+    if vector is None or vector.shape != (hidden_size,):
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        raise SteeringFolderError(
+            f"steering vector {path} must hold one tensor {TENSOR_NAME!r} of [{hidden_size}], not {shapes}"
+        )
+    if not torch.isfinite(vector).all():
+        raise SteeringFolderError(f"steering vector {path} has values that are not finite")
+    return vector.float()

@@ -1,0 +1,137 @@
+"""Finds the decoder layers and their attention in a loaded model, and inserts the ops there.
+
+Owns what a "layer" is and where its output is whole. Works on any vLLM model whose decoder is one ``ModuleList`` of
+blocks with one attention each, and refuses the rest with the reason. Never touches requests or batches.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+
+from guard.mia import ops as _ops  # noqa: F401  (registers torch.ops.mia)
+from guard.mia.buffers import AttentionShape, GatherTap, SteerTap, TapBuffers
+
+
+class UnsupportedModelError(RuntimeError):
+    """The model cannot be tapped exactly; the message says why."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Blocks and their attention by layer number, counted from 1 as in transformers' ``hidden_states``."""
+
+    blocks: dict[int, nn.Module]
+    attention: dict[int, Attention]
+
+
+def find_decoder(model: nn.Module) -> Decoder:
+    """Locate the decoder blocks. Raises ``UnsupportedModelError``."""
+    candidates = [m for m in model.modules() if isinstance(m, nn.ModuleList) and _attention_per_block(m)]
+    if len(candidates) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {len(candidates)} lists of decoder blocks with one attention each; taps need "
+            "exactly one (encoder-decoder, MLA and linear-attention models are not supported)"
+        )
+    (blocks,) = candidates
+    attention = _attention_per_block(blocks)
+    return Decoder(
+        blocks={number: block for number, block in enumerate(blocks, start=1)},
+        attention={number: layer for number, layer in enumerate(attention, start=1)},
+    )
+
+
+def _attention_per_block(blocks: nn.ModuleList) -> list[Attention]:
+    """The one causal attention of every block, or an empty list where any block has none or several."""
+    found = []
+    for block in blocks:
+        inside = [m for m in block.modules() if isinstance(m, Attention)]
+        if len(inside) != 1 or inside[0].attn_type != AttentionType.DECODER:
+            return []
+        found.append(inside[0])
+    return found
+
+
+def attention_shape(layer: Attention) -> AttentionShape:
+    """Read what recomputing this layer's attention takes. Raises ``UnsupportedModelError`` where it would differ."""
+    impl = layer.impl
+    if getattr(impl, "alibi_slopes", None) is not None:
+        raise UnsupportedModelError("attention readouts do not know ALiBi biases")
+    if layer.has_sink:
+        raise UnsupportedModelError("attention readouts do not know attention sinks")
+    return AttentionShape(
+        query_heads=layer.num_heads,
+        key_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        scale=float(impl.scale),
+        softcap=float(getattr(impl, "logits_soft_cap", None) or 0.0),
+        window=layer.sliding_window,
+    )
+
+
+@dataclass
+class BlockTaps:
+    """What happens after one block: steering first, so that a capture shows the steered stream."""
+
+    steer: SteerTap | None
+    hidden: GatherTap | None
+
+
+@dataclass
+class AttentionTaps:
+    """What is copied on the way into one layer's attention: queries and keys after rotary embedding and norms."""
+
+    query: GatherTap
+    key: GatherTap
+
+
+def insert(decoder: Decoder, buffers: TapBuffers) -> None:
+    """Put the ops into the blocks and attention layers that ``buffers`` has taps for."""
+    for number in sorted({*buffers.hidden, *buffers.steer}):
+        block = decoder.blocks[number]
+        block.mia_taps = BlockTaps(buffers.steer.get(number), buffers.hidden.get(number))  # type: ignore[assignment]
+        block.__class__ = _tapped_block(type(block))
+    for number in buffers.query:
+        attention = decoder.attention[number]
+        attention.mia_taps = AttentionTaps(buffers.query[number], buffers.key[number])  # type: ignore[assignment]
+        attention.__class__ = _tapped_attention(type(attention))
+
+
+# A subclass per block class, set on the instance: the module tree, parameter names and isinstance checks stay as they
+# are, and Dynamo inlines the method (it does not see a `forward` patched onto an instance).
+
+
+@functools.cache
+def _tapped_block(base: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = base.forward(self, *args, **kwargs)
+        if isinstance(output, tuple):
+            hidden, residual = output[0], output[1]
+        else:
+            hidden, residual = output, None
+        taps = self.mia_taps
+        if taps.steer is not None:
+            tap = taps.steer
+            torch.ops.mia.steer_rows(hidden, tap.rows, tap.slots, tap.coefficients, tap.count, tap.bank)
+        if taps.hidden is not None:
+            tap = taps.hidden
+            torch.ops.mia.gather_rows(hidden, residual, tap.rows, tap.count, tap.out)
+        return output
+
+    return type(base.__name__, (base,), {"forward": forward})
+
+
+@functools.cache
+def _tapped_attention(base: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        for tensor, tap in ((query, self.mia_taps.query), (key, self.mia_taps.key)):
+            torch.ops.mia.gather_rows(tensor.reshape(-1, tap.out.shape[1]), None, tap.rows, tap.count, tap.out)
+        return base.forward(self, query, key, value, *args, **kw)
+
+    return type(base.__name__, (base,), {"forward": forward})
