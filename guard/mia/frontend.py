@@ -1,0 +1,203 @@
+"""vLLM's front end, in the API server or offline: specs go in resolved, readouts come out at their request.
+
+Relies on (vLLM 0.29): HfRenderer.{render_messages, render_messages_async}, safe_apply_chat_template,
+AsyncLLM.generate, OutputProcessor.{add_request, process_outputs, request_states}, RequestState.{external_req_id,
+request_index}, EngineCoreOutput.kv_transfer_params, TokensInput["prompt_token_offsets"].
+What belongs to one request lives in one ``RequestContext``, found through a context variable while the request is
+prepared and through its engine state afterwards. Requests without a spec run vLLM's code unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from guard.mia.results import AttentionReadout, Readouts
+from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec
+from guard.mia.spec import MiaSpec, TokenRanges
+
+
+@dataclass
+class PreparedPrompt:
+    """One prompt of a request, as handed to the engine: what its readouts are completed with on the way back."""
+
+    index: int
+    span_tokens: dict[str, tuple[tuple[int, int], ...]]
+    unavailable: dict[str, AttentionReadout]
+
+
+@dataclass
+class RequestContext:
+    """One request's spec, what rendering found, and the readouts as they arrive."""
+
+    spec: MiaSpec
+    messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError("the request has no messages"))
+    prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
+    pending: list[Readouts] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def deliver(self, readouts: Readouts) -> None:
+        self.pending.append(readouts)
+        self.arrived.set()
+
+    def take(self) -> list[Readouts]:
+        taken, self.pending = self.pending, []
+        return taken
+
+
+_current: ContextVar[RequestContext | None] = ContextVar("mia_request", default=None)
+
+
+@contextmanager
+def active(context: RequestContext) -> Iterator[None]:
+    """Make ``context`` the one that vLLM's calls below belong to."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) -> tuple[Any, Any]:
+    """Resolve the spec for one rendered prompt; returns the prompt and sampling parameters for the engine.
+
+    Raises ``VLLMValidationError`` when the spec needs something that this prompt cannot have.
+    """
+    if not (isinstance(prompt, dict) and prompt.get("type") == "token"):
+        raise VLLMValidationError("mia reads and steers prompts of text alone", parameter="mia")
+    ids = prompt["prompt_token_ids"]
+    resolved = resolve_spec(context.spec, context.messages, prompt.get("prompt_token_offsets"), len(ids))
+    spec = resolved.spec
+    context.prompts[request_id] = PreparedPrompt(
+        index=len(context.prompts),
+        span_tokens={name: span.tokens for name, span in spec.spans.items() if isinstance(span, TokenRanges)},
+        unavailable={
+            name: AttentionReadout("unavailable", context.spec.attention[name].heads, reason=reason)
+            for name, reason in resolved.unavailable.items()
+        },
+    )
+    params = params.clone()
+    params.extra_args = {**(params.extra_args or {}), "mia": spec.to_wire()}
+    if spec.attention:
+        # Keys of cached blocks were never seen by the taps.
+        params.skip_reading_prefix_cache = True
+    if spec.steer:
+        prompt = {**prompt, "cache_salt": steering_salt(spec, prompt.get("cache_salt"))}
+    return prompt, params
+
+
+def steering_salt(spec: MiaSpec, given: str | None) -> str:
+    """Cache salt under which only requests that are steered alike share blocks."""
+    steer = "|".join(sorted(one.model_dump_json() for one in spec.steer))
+    return hashlib.sha256(f"{given or ''}|mia|{steer}".encode()).hexdigest()
+
+
+def install() -> None:
+    """Wrap vLLM's front-end methods. Safe to call once per process, before any engine exists."""
+    _wrap(HfRenderer, "render_messages", _render_messages)
+    _wrap(HfRenderer, "render_messages_async", _render_messages_async)
+    _wrap(AsyncLLM, "generate", _generate)
+    _wrap(OutputProcessor, "add_request", _add_request)
+    _wrap(OutputProcessor, "process_outputs", _process_outputs)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def _render_messages(original: Any, renderer: HfRenderer, messages: Any, params: Any) -> Any:
+    conversation, prompt = original(renderer, messages, params)
+    context = _current.get()
+    if context is not None and context.spec.needs_messages:
+        context.messages = _locate(renderer, conversation, prompt, params)
+    return conversation, prompt
+
+
+async def _render_messages_async(original: Any, renderer: HfRenderer, messages: Any, params: Any) -> Any:
+    conversation, prompt = await original(renderer, messages, params)
+    context = _current.get()
+    if context is not None and context.spec.needs_messages:
+        context.messages = await asyncio.to_thread(_locate, renderer, conversation, prompt, params)
+    return conversation, prompt
+
+
+def _locate(renderer: HfRenderer, conversation: Any, prompt: Any, params: Any) -> list[LocatedMessage] | SpanError:
+    text = prompt.get("prompt")
+    if not isinstance(text, str):
+        return SpanError("the prompt was rendered to tokens without its text")
+    kwargs = params.get_apply_chat_template_kwargs()
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        rendered = safe_apply_chat_template(renderer.model_config, renderer.get_tokenizer(), messages, **kwargs)
+        assert isinstance(rendered, str)
+        return rendered
+
+    try:
+        return locate_messages(conversation, text, render)
+    except SpanError as error:
+        return error
+
+
+def _generate(
+    original: Any, engine: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+) -> Any:
+    extra = getattr(sampling_params, "extra_args", None)
+    if extra and "mia" in extra:
+        context = _current.get()
+        if context is None:
+            raise VLLMValidationError(
+                "vllm_xargs.mia reached the engine unseen: start vLLM with --middleware "
+                "guard.mia.server.MiaMiddleware and send the field under its plain name",
+                parameter="vllm_xargs.mia",
+            )
+        prompt, sampling_params = prepare(context, prompt, sampling_params, request_id)
+    return original(engine, prompt, sampling_params, request_id, *args, **kwargs)
+
+
+def _add_request(original: Any, processor: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> Any:
+    original(processor, request, *args, **kwargs)
+    context = _current.get()
+    if context is not None and (state := processor.request_states.get(request.request_id)) is not None:
+        state.mia = context
+
+
+def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    for output in outputs:
+        if output.kv_transfer_params and "mia" in output.kv_transfer_params:
+            wire = output.kv_transfer_params.pop("mia")
+            output.kv_transfer_params = output.kv_transfer_params or None
+            state = processor.request_states.get(output.request_id)
+            context: RequestContext | None = getattr(state, "mia", None)
+            if context is not None:
+                context.deliver(_complete(context, state, Readouts.from_wire(wire)))
+    return original(processor, outputs, *args, **kwargs)
+
+
+def _complete(context: RequestContext, state: Any, readouts: Readouts) -> Readouts:
+    prompt = context.prompts[state.external_req_id]
+    return replace(
+        readouts,
+        items={**readouts.items, **prompt.unavailable},
+        span_tokens=prompt.span_tokens,
+        prompt_index=prompt.index,
+        choice_index=state.request_index,
+    )
+
+

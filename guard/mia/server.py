@@ -1,0 +1,211 @@
+"""What is added to vLLM's API server: specs are checked before the engine, readouts leave with the answer.
+
+One plain ASGI middleware (``--middleware guard.mia.server.MiaMiddleware``). A request without ``vllm_xargs.mia`` passes
+untouched. Never reads or changes the answer itself: readouts are put beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from guard.mia.engine_config import EngineConfig, configured
+from guard.mia.frontend import RequestContext, active
+from guard.mia.results import EVENT_OBJECT, Readouts
+from guard.mia.spec import SpecError, parse_spec
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+EARLY_HEADER = b"x-mia-early"
+"""Asks, with value 1, that prompt readouts of an answer that is not streamed come as soon as they exist."""
+
+
+class MiaMiddleware:
+    """Holds nothing but the app: what belongs to one request lives in its ``RequestContext`` and ``_Answer``."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self.app(scope, receive, send)
+        body = await _read_body(receive)
+        if body is None:
+            return None
+        request = _asking(body)
+        if request is None:
+            return await self.app(scope, _replay(body, receive), send)
+        try:
+            spec = parse_spec(request["vllm_xargs"]["mia"])
+            _config(scope["app"]).check(spec)
+        except SpecError as error:
+            return await _send_error(send, error)
+        context = RequestContext(spec)
+        if spec.needs_messages:
+            request["return_token_offsets"] = True
+        early = not request.get("stream") and (EARLY_HEADER, b"1") in scope["headers"]
+        # The engine gets the very object that was checked, however the text spelt it.
+        body = json.dumps(request).encode()
+        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+        scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+        answer = _Answer(context, send)
+        with active(context):
+            if early:
+                await answer.run_early(self.app(scope, _replay(body, receive), answer.send))
+            else:
+                await self.app(scope, _replay(body, receive), answer.send)
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """The whole body, or None when the client left before sending it."""
+    chunks = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Give ``body`` once, then whatever the client does next."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _asking(body: bytes) -> dict[str, Any] | None:
+    """The parsed request when it has ``vllm_xargs.mia``; bodies that are not JSON are left to vLLM to refuse."""
+    if b"vllm_xargs" not in body:
+        return None
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(request, dict) or not isinstance(request.get("vllm_xargs"), dict):
+        return None
+    return request if "mia" in request["vllm_xargs"] else None
+
+
+def _config(app: Any) -> EngineConfig:
+    config: EngineConfig | None = configured(app.state.vllm_config.additional_config)
+    if config is None:
+        raise SpecError('this engine was started without taps (--additional-config \'{"mia": {...}}\')')
+    return config
+
+
+async def _send_error(send: Send, error: SpecError) -> None:
+    body = json.dumps(
+        {
+            "error": {
+                "message": str(error),
+                "type": "invalid_request_error",
+                "param": f"vllm_xargs.{error.param}",
+                "code": "invalid_mia_spec",
+            }
+        }
+    ).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _event(readouts: list[Readouts]) -> dict[str, Any]:
+    return {"object": EVENT_OBJECT, "readouts": [one.to_wire() for one in readouts]}
+
+
+class _Answer:
+    """Puts readouts beside one answer: a first frame of a stream, a field of a JSON body, or a first line.
+
+    Three wire forms: an event stream gets a frame of its own before the first frame that follows the readouts; a JSON
+    body gets a field ``mia``; with ``x-mia-early`` the response is one line with the readouts at once, one line with
+    the status and headers of vLLM's answer, then that answer's body as it is.
+    """
+
+    def __init__(self, context: RequestContext, send: Send) -> None:
+        self._context = context
+        self._send = send
+        self._start: Message | None = None
+        self._body: list[bytes] = []
+        self._early = False
+        self._sending = asyncio.Lock()
+
+    async def run_early(self, app: Awaitable[None]) -> None:
+        first = asyncio.create_task(self._send_first_line())
+        try:
+            await app
+        finally:
+            first.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await first
+
+    async def _send_first_line(self) -> None:
+        await self._context.arrived.wait()
+        if self._start is not None:
+            return
+        self._early = True
+        async with self._sending:
+            headers = [(b"content-type", b"application/x-ndjson"), (EARLY_HEADER, b"1")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send_part(_line(_event(self._context.take())))
+
+    async def send(self, message: Message) -> None:
+        async with self._sending:
+            if message["type"] == "http.response.start":
+                await self._on_start(message)
+            elif self._early:
+                await self._send(message)
+            elif self._streams:
+                if self._context.pending:
+                    await self._send_part(b"data: " + _line(_event(self._context.take())) + b"\n")
+                await self._send(message)
+            else:
+                await self._on_json(message)
+
+    @property
+    def _streams(self) -> bool:
+        assert self._start is not None
+        return any(
+            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._start["headers"]
+        )
+
+    async def _on_start(self, message: Message) -> None:
+        self._start = message
+        if self._early:
+            headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
+            await self._send_part(_line({"status": message["status"], "headers": headers}))
+        elif self._streams:
+            await self._send(message)
+
+    async def _on_json(self, message: Message) -> None:
+        """Hold the answer until it is whole, then add the field. The client sees other bytes only at its end."""
+        assert self._start is not None
+        self._body.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        body = b"".join(self._body)
+        if self._context.pending and self._start["status"] == 200 and body.endswith(b"}"):
+            body = body[:-1] + b',"mia":' + json.dumps(_event(self._context.take())).encode() + b"}"
+        headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
+        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _send_part(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
