@@ -20,7 +20,10 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass
 class GatherTap:
-    """Rows to copy out at one place. rows: ``[capacity]`` int64; count: ``[1]`` int64, host; out: ``[capacity, width]``."""
+    """Rows to copy out at one place.
+
+    rows: ``[capacity]`` int64; count: ``[1]`` int64, host; out: ``[capacity, width]``, the model's dtype.
+    """
 
     rows: torch.Tensor
     count: torch.Tensor
@@ -123,7 +126,7 @@ class TapBuffers:
         bank: torch.Tensor,
         dtype: torch.dtype,
     ) -> TapBuffers:
-        """``shapes`` has an entry for each layer of ``config.attention_heads``; ``bank`` is ``[vectors, hidden_size]``."""
+        """``shapes`` has an entry for each attention layer of ``config``; ``bank`` is ``[vectors, hidden_size]``."""
         device = bank.device
         layers = sorted({layer for layer, _ in config.attention_heads})
         return cls(
@@ -139,7 +142,8 @@ class TapBuffers:
                 for n in layers
             },
             steer={
-                n: SteerTap.allocate(MAX_VECTORS_PER_LAYER * limits.tokens, bank) for n in sorted(config.steering_layers)
+                n: SteerTap.allocate(MAX_VECTORS_PER_LAYER * limits.tokens, bank)
+                for n in sorted(config.steering_layers)
             },
             attention_shapes=shapes,
         )
@@ -153,5 +157,8 @@ class TapBuffers:
         return gathered + steered + bank
 
     def clear(self) -> None:
-        for tap in (*self.hidden.values(), *self.query.values(), *self.key.values(), *self.steer.values()):
-            tap.clear()
+        for taps in (self.hidden, self.query, self.key):
+            for gather in taps.values():
+                gather.clear()
+        for steer in self.steer.values():
+            steer.clear()

@@ -87,6 +87,9 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
             for name, reason in resolved.unavailable.items()
         },
     )
+    if resolved.unavailable and not (spec.hidden or spec.attention):
+        # Nothing is left for the engine to read, so nothing would come back from it.
+        context.deliver(_complete(context, request_id, 0, Readouts({}, prompt_tokens=len(ids))))
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), "mia": spec.to_wire()}
     if spec.attention:
@@ -145,7 +148,8 @@ def _locate(renderer: HfRenderer, conversation: Any, prompt: Any, params: Any) -
     kwargs = params.get_apply_chat_template_kwargs()
 
     def render(messages: list[dict[str, Any]]) -> str:
-        rendered = safe_apply_chat_template(renderer.model_config, renderer.get_tokenizer(), messages, **kwargs)
+        conversation: Any = messages
+        rendered = safe_apply_chat_template(renderer.model_config, renderer.get_tokenizer(), conversation, **kwargs)
         assert isinstance(rendered, str)
         return rendered
 
@@ -174,7 +178,8 @@ def _generate(
 def _add_request(original: Any, processor: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> Any:
     original(processor, request, *args, **kwargs)
     context = _current.get()
-    if context is not None and (state := processor.request_states.get(request.request_id)) is not None:
+    state: Any = processor.request_states.get(request.request_id)
+    if context is not None and state is not None:
         state.mia = context
 
 
@@ -183,21 +188,20 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
         if output.kv_transfer_params and "mia" in output.kv_transfer_params:
             wire = output.kv_transfer_params.pop("mia")
             output.kv_transfer_params = output.kv_transfer_params or None
-            state = processor.request_states.get(output.request_id)
+            state: Any = processor.request_states.get(output.request_id)
             context: RequestContext | None = getattr(state, "mia", None)
             if context is not None:
-                context.deliver(_complete(context, state, Readouts.from_wire(wire)))
+                readouts = Readouts.from_wire(wire)
+                context.deliver(_complete(context, state.external_req_id, state.request_index, readouts))
     return original(processor, outputs, *args, **kwargs)
 
 
-def _complete(context: RequestContext, state: Any, readouts: Readouts) -> Readouts:
-    prompt = context.prompts[state.external_req_id]
+def _complete(context: RequestContext, request_id: str, choice_index: int, readouts: Readouts) -> Readouts:
+    prompt = context.prompts[request_id]
     return replace(
         readouts,
         items={**readouts.items, **prompt.unavailable},
         span_tokens=prompt.span_tokens,
         prompt_index=prompt.index,
-        choice_index=state.request_index,
+        choice_index=choice_index,
     )
-
-

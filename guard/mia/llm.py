@@ -20,12 +20,16 @@ Conversation = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Answer:
-    """One conversation's answer. ``readouts`` is empty when the spec captures nothing."""
+    """One conversation's answer. ``readouts`` is empty when the spec captures nothing.
+
+    ``cumulative_logprob`` is None unless ``logprobs`` were asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...]
     readouts: tuple[Readouts, ...]
+    cumulative_logprob: float | None
 
 
 class MiaLLM:
@@ -40,9 +44,7 @@ class MiaLLM:
 
         self.engine_config = engine_config
         vllm_args.setdefault("enforce_eager", True)
-        self.llm = LLM(
-            model=str(model), additional_config={"mia": engine_config.model_dump(mode="json")}, **vllm_args
-        )
+        self.llm = LLM(model=str(model), additional_config={"mia": engine_config.model_dump(mode="json")}, **vllm_args)
         self._ids = itertools.count()
 
     def chat(
@@ -109,5 +111,9 @@ class MiaLLM:
 def _answer(output: Any, context: Any) -> Answer:
     completion = output.outputs[0]
     return Answer(
-        completion.text, tuple(completion.token_ids), tuple(output.prompt_token_ids), tuple(context.take())
+        completion.text,
+        tuple(completion.token_ids),
+        tuple(output.prompt_token_ids),
+        tuple(context.take()),
+        completion.cumulative_logprob,
     )

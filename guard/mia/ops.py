@@ -12,7 +12,7 @@ import torch
 from torch.library import Library
 from vllm.utils.torch_utils import direct_register_custom_op
 
-_library = Library("mia", "FRAGMENT")
+_library = Library("mia", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def gather_rows(
@@ -21,7 +21,7 @@ def gather_rows(
     """``out[i] = source[rows[i]] + addend[rows[i]]`` for ``i < count``.
 
     source, addend: ``[tokens, width]``, the model's dtype, read. rows: ``[capacity]`` int64, read.
-    count: ``[1]`` int64 on the host, read. out: ``[capacity, width]``, written; rows from ``count`` on keep their value.
+    count: ``[1]`` int64 on the host, read. out: ``[capacity, width]``, written; rows from ``count`` on stay.
     """
     n = int(count)
     if n == 0:

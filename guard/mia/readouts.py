@@ -64,9 +64,7 @@ def _read_attention(
         return AttentionReadout("dropped", capture.heads, reason="no space for this prompt's keys (max_key_bytes)")
     if store.gap:
         return AttentionReadout("unavailable", capture.heads, reason="part of the prompt came from the prefix cache")
-    weights = {
-        layer: attention_weights(queries[layer], store.keys[layer], shapes[layer]) for layer, _ in capture.heads
-    }
+    weights = {layer: attention_weights(queries[layer], store.keys[layer], shapes[layer]) for layer, _ in capture.heads}
     rows = torch.stack([weights[layer][head] for layer, head in capture.heads])
     mass = {}
     for span in capture.spans:

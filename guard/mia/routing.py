@@ -33,8 +33,9 @@ class BatchView:
 
 @dataclass
 class KeyStore:
-    """Keys of one request's prompt, gathered chunk by chunk. keys[layer]: ``[prompt_len, key_heads, head_size]`` float32.
+    """Keys of one request's prompt, gathered chunk by chunk.
 
+    keys[layer]: ``[prompt_len, key_heads, head_size]`` float32, host.
     ``filled`` counts the tokens from the start without a gap; a chunk that starts beyond it leaves a gap for good.
     """
 
@@ -128,9 +129,7 @@ class Router:
         if self._key_bytes + need_bytes > self._max_key_bytes:
             return None
         self._key_bytes += need_bytes
-        return KeyStore(
-            {n: torch.empty(prompt_len, shape.key_heads, shape.head_size) for n, shape in shapes.items()}
-        )
+        return KeyStore({n: torch.empty(prompt_len, shape.key_heads, shape.head_size) for n, shape in shapes.items()})
 
     def fill(self, batch: BatchView) -> StepPlan | None:
         """Write this step's entries into the taps; None when no request in the batch asks for anything."""
@@ -185,7 +184,11 @@ class Router:
 
     def _write(self, gathered: _Gathered, steered: dict[int, list[_SteerRun]]) -> None:
         buffers = self._buffers
-        for runs, taps in ((gathered.hidden, buffers.hidden), (gathered.query, buffers.query), (gathered.key, buffers.key)):
+        for runs, taps in (
+            (gathered.hidden, buffers.hidden),
+            (gathered.query, buffers.query),
+            (gathered.key, buffers.key),
+        ):
             for layer, rows in runs.by_layer.items():
                 taps[layer].fill(_aranges(rows))
         for layer, steers in steered.items():

@@ -103,7 +103,7 @@ def _asking(body: bytes) -> dict[str, Any] | None:
 def _config(app: Any) -> EngineConfig:
     config: EngineConfig | None = configured(app.state.vllm_config.additional_config)
     if config is None:
-        raise SpecError('this engine was started without taps (--additional-config \'{"mia": {...}}\')')
+        raise SpecError("this engine was started without taps (--additional-config '{\"mia\": {...}}')")
     return config
 
 

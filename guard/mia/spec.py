@@ -114,7 +114,7 @@ class MiaSpec(_Model):
                 for selector in span:
                     if not SELECTOR.fullmatch(selector):
                         raise ValueError(
-                            f"span {name!r}: {selector!r} is not a selector; use ROLE, ROLE.first, ROLE.last or message.N"
+                            f"span {name!r}: {selector!r} is not a selector; use ROLE, ROLE.first, ROLE.last, message.N"
                         )
         return value
 

@@ -7,6 +7,7 @@ blocks with one attention each, and refuses the rest with the reason. Never touc
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,20 +96,23 @@ def insert(decoder: Decoder, buffers: TapBuffers) -> None:
     """Put the ops into the blocks and attention layers that ``buffers`` has taps for."""
     for number in sorted({*buffers.hidden, *buffers.steer}):
         block = decoder.blocks[number]
-        block.mia_taps = BlockTaps(buffers.steer.get(number), buffers.hidden.get(number))  # type: ignore[assignment]
-        block.__class__ = _tapped_block(type(block))
+        _put(block, BlockTaps(buffers.steer.get(number), buffers.hidden.get(number)), _tapped_block)
     for number in buffers.query:
-        attention = decoder.attention[number]
-        attention.mia_taps = AttentionTaps(buffers.query[number], buffers.key[number])  # type: ignore[assignment]
-        attention.__class__ = _tapped_attention(type(attention))
+        _put(decoder.attention[number], AttentionTaps(buffers.query[number], buffers.key[number]), _tapped_attention)
 
 
-# A subclass per block class, set on the instance: the module tree, parameter names and isinstance checks stay as they
-# are, and Dynamo inlines the method (it does not see a `forward` patched onto an instance).
+def _put(module: Any, taps: BlockTaps | AttentionTaps, subclass_of: Callable[[Any], type[nn.Module]]) -> None:
+    """Give ``module`` its taps and make it of the subclass that uses them.
+
+    A subclass set on the instance leaves the module tree, parameter names and isinstance checks as they are, and Dynamo
+    inlines its method, while it does not see a ``forward`` patched onto an instance.
+    """
+    module.mia_taps = taps
+    module.__class__ = subclass_of(type(module))
 
 
 @functools.cache
-def _tapped_block(base: type[nn.Module]) -> type[nn.Module]:
+def _tapped_block(base: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = base.forward(self, *args, **kwargs)
         if isinstance(output, tuple):
@@ -128,7 +132,7 @@ def _tapped_block(base: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def _tapped_attention(base: type[nn.Module]) -> type[nn.Module]:
+def _tapped_attention(base: Any) -> type[nn.Module]:
     def forward(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
         for tensor, tap in ((query, self.mia_taps.query), (key, self.mia_taps.key)):
             torch.ops.mia.gather_rows(tensor.reshape(-1, tap.out.shape[1]), None, tap.rows, tap.count, tap.out)

@@ -10,8 +10,9 @@ attribute look-up a step.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.mia")
 
+ADAPTER_ATTRIBUTE = "mia"
+"""Name under which a model runner keeps its adapter."""
+
 OUTPUT_ATTRIBUTE = "mia_readouts"
 """Name under which a ModelRunnerOutput carries readouts from the worker to the scheduler's process."""
 
@@ -51,7 +55,8 @@ class V1Adapter:
         hidden_size = runner.model_config.get_hidden_size()
         bank = load_bank(config.steering_folder, config.steering_vectors, hidden_size, runner.device)
         limits = StepLimits(runner.max_num_reqs, runner.max_num_tokens)
-        self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, bank, runner.model_config.dtype)
+        dtype = cast(torch.dtype, runner.dtype)
+        self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, bank, dtype)
         self.router = Router(
             self.buffers, {name: i for i, name in enumerate(config.steering_vectors)}, config.max_key_bytes
         )
@@ -135,12 +140,12 @@ def _wrap(owner: type, name: str, wrapper: Any) -> None:
 def _load_model(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
     original(runner, *args, **kwargs)
     config = configured(runner.vllm_config.additional_config)
-    if config is not None and getattr(runner, "mia", None) is None:
-        runner.mia = V1Adapter(runner, config)
+    if config is not None and getattr(runner, ADAPTER_ATTRIBUTE, None) is None:
+        setattr(runner, ADAPTER_ATTRIBUTE, V1Adapter(runner, config))
 
 
 def _update_states(original: Any, runner: GPUModelRunner, scheduled: SchedulerOutput) -> Any:
-    adapter: V1Adapter | None = getattr(runner, "mia", None)
+    adapter: V1Adapter | None = getattr(runner, ADAPTER_ATTRIBUTE, None)
     if adapter is not None:
         adapter.update_requests(scheduled)
     return original(runner, scheduled)
@@ -148,7 +153,7 @@ def _update_states(original: Any, runner: GPUModelRunner, scheduled: SchedulerOu
 
 def _prepare_inputs(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
     prepared = original(runner, *args, **kwargs)
-    adapter: V1Adapter | None = getattr(runner, "mia", None)
+    adapter: V1Adapter | None = getattr(runner, ADAPTER_ATTRIBUTE, None)
     if adapter is not None:
         adapter.before_forward(runner)
     return prepared
@@ -156,7 +161,7 @@ def _prepare_inputs(original: Any, runner: GPUModelRunner, *args: Any, **kwargs:
 
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
     output = original(runner, *args, **kwargs)
-    adapter: V1Adapter | None = getattr(runner, "mia", None)
+    adapter: V1Adapter | None = getattr(runner, ADAPTER_ATTRIBUTE, None)
     if adapter is not None and (readouts := adapter.take_readouts()):
         setattr(output, OUTPUT_ATTRIBUTE, readouts)
     return output

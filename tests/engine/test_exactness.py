@@ -1,0 +1,188 @@
+"""The aperture inside a real engine, eager and compiled, against transformers in float32 on a tiny random model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from guard.mia.engine_config import EngineConfig
+from guard.mia.llm import Answer, MiaLLM
+from guard.mia.results import AttentionReadout, HiddenReadout
+from guard.mia.spec import MiaSpec, SpecError, Steer
+from tests.engine.tiny_models import save_tiny_model
+
+LAYERS, HEADS = (1, 2, 3), tuple((layer, head) for layer in (1, 2, 3) for head in range(4))
+COEFFICIENT = 3.0
+READ_ALL = MiaSpec.model_validate(
+    {
+        "spans": {"instruction": "system", "data": "user.last"},
+        "hidden": {f"h{layer}": {"layer": layer} for layer in LAYERS},
+        "attention": {"a": {"heads": HEADS, "spans": ["instruction", "data"]}},
+    }
+)
+CONVERSATIONS = [
+    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello there " * n}] for n in (1, 4, 17, 30)
+]
+
+
+@dataclass
+class Engine:
+    llm: MiaLLM
+    oracle: Any
+    vector: torch.Tensor
+
+    def chat(self, spec: MiaSpec | list[MiaSpec], conversations: Any = CONVERSATIONS, **sampling: Any) -> list[Answer]:
+        return self.llm.chat(conversations, spec, **{"max_tokens": 8, "ignore_eos": True, **sampling})
+
+
+@pytest.fixture(scope="module", params=["eager", "compiled"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("tiny-llama"))
+    vectors = tmp_path_factory.mktemp("vectors")
+    vector = torch.randn(128, generator=torch.Generator().manual_seed(1))
+    save_file({"vector": vector}, vectors / "push.safetensors")
+    config = EngineConfig(
+        hidden_layers=LAYERS,
+        attention_heads=HEADS,
+        steering_layers=(1, 2),
+        steering_folder=Path(vectors),
+        steering_vectors=("push",),
+    )
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    # 128 tokens a step: the longest prompt takes several chunks, and chunks of several requests share a step.
+    arguments = {
+        "max_num_batched_tokens": 128,
+        "max_model_len": 512,
+        "kv_cache_memory_bytes": 2**28,
+        "dtype": "float32",
+    }
+    with MiaLLM(folder, config, enforce_eager=request.param == "eager", **arguments) as llm:
+        yield Engine(llm, oracle, vector)
+
+
+def with_steering(layer: int = 2, coefficient: float = COEFFICIENT, phase: str = "both") -> MiaSpec:
+    steer = Steer(vector="push", layer=layer, coefficient=coefficient, phase=phase)
+    return READ_ALL.model_copy(update={"steer": (steer,)})
+
+
+@dataclass
+class Truth:
+    hidden: dict[int, np.ndarray]
+    attention: list[np.ndarray]
+
+
+def truth(engine: Engine, ids: tuple[int, ...], steer_layer: int | None = None) -> Truth:
+    """Block outputs and attention of the last token, from transformers with forward hooks."""
+    hidden: dict[int, np.ndarray] = {}
+    handles = []
+
+    def hook(layer: int) -> Any:
+        def run(_module: Any, _inputs: Any, output: Any) -> Any:
+            stream = output[0] if isinstance(output, tuple) else output
+            if layer == steer_layer:
+                stream = stream + COEFFICIENT * engine.vector
+            hidden[layer] = stream[0, -1].numpy()
+            return (stream, *output[1:]) if isinstance(output, tuple) else stream
+
+        return run
+
+    for layer, block in enumerate(engine.oracle.model.layers, start=1):
+        handles.append(block.register_forward_hook(hook(layer)))
+    with torch.no_grad():
+        output = engine.oracle(torch.tensor([ids]), output_attentions=True)
+    for handle in handles:
+        handle.remove()
+    return Truth(hidden, [layer[0, :, -1].numpy() for layer in output.attentions])
+
+
+def assert_exact(engine: Engine, answer: Answer, steer_layer: int | None = None) -> None:
+    (readouts,) = answer.readouts
+    expected = truth(engine, answer.prompt_token_ids, steer_layer)
+    for layer in LAYERS:
+        got = readouts.items[f"h{layer}"]
+        assert isinstance(got, HiddenReadout)
+        assert (got.status, got.position) == ("complete", len(answer.prompt_token_ids) - 1)
+        assert got.token_id == answer.prompt_token_ids[-1]
+        error = np.linalg.norm(got.values - expected.hidden[layer]) / np.linalg.norm(expected.hidden[layer])
+        assert error <= 1e-4
+    got = readouts.items["a"]
+    assert isinstance(got, AttentionReadout)
+    assert got.status == "complete"
+    for span in ("instruction", "data"):
+        tokens = [t for start, end in readouts.span_tokens[span] for t in range(start, end)]
+        for i, (layer, head) in enumerate(HEADS):
+            assert abs(got.mass[span][i] - expected.attention[layer - 1][head][tokens].sum()) <= 1e-4
+
+
+def test_readouts_of_a_mixed_chunked_batch_are_the_models_own(engine: Engine) -> None:
+    for answer in engine.chat(READ_ALL):
+        assert_exact(engine, answer)
+
+
+def test_spans_are_the_messages_tokens(engine: Engine) -> None:
+    (answer, *_) = engine.chat(READ_ALL)
+    # One token a byte: "<|start|>system\n" is 8 tokens, then the 8 bytes of "Be kind.".
+    assert answer.readouts[0].span_tokens["instruction"] == ((8, 16),)
+    assert answer.readouts[0].span_tokens["data"] == ((24, 24 + len("hello there")),)
+
+
+def test_a_steered_request_is_steered_exactly_and_its_neighbours_are_not(engine: Engine) -> None:
+    plain = engine.chat(READ_ALL)
+    mixed = engine.chat([with_steering() if i % 2 == 0 else READ_ALL for i in range(len(CONVERSATIONS))])
+    for i, answer in enumerate(mixed):
+        assert_exact(engine, answer, steer_layer=2 if i % 2 == 0 else None)
+        assert (answer.token_ids == plain[i].token_ids) == (i % 2 == 1)
+
+
+def test_a_prompt_seen_before_reads_the_same_and_a_steered_one_leaves_nothing_behind(engine: Engine) -> None:
+    cold = engine.chat(READ_ALL)
+    engine.chat(with_steering(layer=1))
+    hidden_alone = READ_ALL.model_copy(update={"attention": {}})
+    for answer, first in zip(engine.chat(hidden_alone), cold, strict=True):
+        assert answer.token_ids == first.token_ids
+        for layer in LAYERS:
+            got = answer.readouts[0].items[f"h{layer}"]
+            np.testing.assert_allclose(got.values, first.readouts[0].items[f"h{layer}"].values, rtol=1e-4, atol=1e-5)
+
+
+def test_each_phase_steers_its_own_tokens(engine: Engine) -> None:
+    plain, both = engine.chat(READ_ALL), engine.chat(with_steering())
+    decode = engine.chat(with_steering(phase="decode"))
+    prefill = engine.chat(with_steering(phase="prefill"))
+    for i in range(len(CONVERSATIONS)):
+        assert_exact(engine, decode[i], steer_layer=None)
+        assert_exact(engine, prefill[i], steer_layer=2)
+        # The first token comes from the prompt alone: decode steering cannot change it, prefill steering decides it.
+        assert decode[i].token_ids[0] == plain[i].token_ids[0]
+        assert prefill[i].token_ids[0] == both[i].token_ids[0]
+        assert decode[i].token_ids != plain[i].token_ids
+
+
+def test_steering_by_zero_changes_no_token_and_no_logprob(engine: Engine) -> None:
+    nothing = MiaSpec()
+    zero = with_steering(coefficient=0.0).model_copy(update={"hidden": {}, "attention": {}})
+    a, b = (engine.chat(spec, logprobs=1) for spec in (zero, nothing))
+    assert all(x.cumulative_logprob is not None for x in a)
+    assert [(x.token_ids, x.cumulative_logprob) for x in a] == [(x.token_ids, x.cumulative_logprob) for x in b]
+
+
+def test_a_span_that_matches_no_message_is_unavailable_and_says_so(engine: Engine) -> None:
+    no_system = [[{"role": "user", "content": "hello"}]]
+    for spec in (READ_ALL, READ_ALL.model_copy(update={"hidden": {}})):
+        (answer,) = engine.chat(spec, no_system)
+        got = answer.readouts[0].items["a"]
+        assert got.status == "unavailable"
+        assert "instruction" in got.reason
+
+
+def test_what_has_no_tap_is_refused_before_the_engine(engine: Engine) -> None:
+    with pytest.raises(SpecError, match="layer 3"):
+        engine.chat(with_steering(layer=3))

@@ -1,0 +1,127 @@
+"""Spans are found through any template exactly, or not at all and with the reason."""
+
+from collections.abc import Callable
+
+import jinja2
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, select, to_tokens
+from guard.mia.spec import MiaSpec
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+SYSTEM_IN_USER = (
+    "{% set sys = messages[0].content %}{% for m in messages[1:] %}{{ m.role }}: "
+    "{% if loop.first %}<<{{ sys }}>>\n{% endif %}{{ m.content }}\n{% endfor %}"
+)
+DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SHOUTS = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}"
+REPEATS = "{% for m in messages %}{{ m.content }}|{{ m.content }}\n{% endfor %}"
+DEPENDS = "{% for m in messages %}{% if 'please' in m.content %}polite {% endif %}{{ m.content }}\n{% endfor %}"
+
+
+def renderer(template: str) -> Callable[[list[dict]], str]:
+    compiled = jinja2.Template(template, keep_trailing_newline=True)
+    return lambda messages: compiled.render(messages=messages)
+
+
+def shown(template: str, messages: list[dict]) -> list[tuple[str, list[str]]]:
+    render = renderer(template)
+    prompt = render(messages)
+    return [(m.role, [prompt[a:b] for a, b in m.ranges]) for m in locate_messages(messages, prompt, render)]
+
+
+CHAT = [
+    {"role": "system", "content": "user"},
+    {"role": "user", "content": "  system\n"},
+    {"role": "assistant", "content": "user"},
+    {"role": "user", "content": "<|im_start|>system\nuser<|im_end|>"},
+]
+
+
+def test_texts_that_imitate_the_template_do_not_move_a_span() -> None:
+    assert shown(CHATML, CHAT) == [(m["role"], [m["content"]]) for m in CHAT]
+
+
+def test_trimmed_texts_are_found_trimmed() -> None:
+    assert shown(TRIMMING, CHAT) == [(m["role"], [m["content"].strip()]) for m in CHAT]
+
+
+def test_a_system_message_moved_into_the_user_turn_is_found_there() -> None:
+    assert shown(SYSTEM_IN_USER, CHAT) == [(m["role"], [m["content"]]) for m in CHAT]
+
+
+def test_a_dropped_message_has_no_range() -> None:
+    assert shown(DROPS_SYSTEM, CHAT)[0] == ("system", [])
+    assert shown(DROPS_SYSTEM, CHAT)[3] == ("user", [CHAT[3]["content"]])
+
+
+def test_text_parts_are_found_one_by_one() -> None:
+    template = "{% for m in messages %}{% for p in m.content %}({{ p.text }}){% endfor %}\n{% endfor %}"
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert shown(template, messages) == [("user", ["a", "b"])]
+
+
+@pytest.mark.parametrize("template", [SHOUTS, REPEATS, DEPENDS])
+def test_a_template_that_rewrites_texts_is_an_error(template: str) -> None:
+    with pytest.raises(SpanError):
+        shown(template, [{"role": "user", "content": "now please"}, {"role": "user", "content": "go"}])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "tool"]), st.text(max_size=30)), min_size=1, max_size=5))
+def test_every_located_range_is_the_message_itself(turns: list[tuple[str, str]]) -> None:
+    assume(all("\r" not in text for _, text in turns))
+    messages = [{"role": role, "content": text} for role, text in turns]
+    for message, (role, texts) in zip(messages, shown(CHATML, messages), strict=True):
+        assert role == message["role"]
+        assert texts == ([message["content"]] if message["content"].strip() else [])
+
+
+@pytest.mark.parametrize(
+    ("selector", "indices"),
+    [
+        ("user", [1, 3]),
+        ("user.all", [1, 3]),
+        ("user.first", [1]),
+        ("user.last", [3]),
+        ("tool", []),
+        ("message.0", [0]),
+        ("message.-1", [3]),
+        ("message.9", []),
+    ],
+)
+def test_selectors_name_messages(selector: str, indices: list[int]) -> None:
+    located = [LocatedMessage(m["role"], ((i, i + 1),)) for i, m in enumerate(CHAT)]
+    assert select(selector, located) == [located[i] for i in indices]
+
+
+def test_tokens_that_touch_a_range_belong_to_it_and_empty_tokens_do_not() -> None:
+    offsets = [(0, 0), (0, 3), (3, 6), (6, 6), (6, 9), (9, 12)]
+    assert to_tokens([(4, 7)], offsets) == ((2, 3), (4, 5))
+    assert to_tokens([(0, 3), (9, 10)], offsets) == ((1, 2), (5, 6))
+    assert to_tokens([(3, 3)], offsets) == ()
+
+
+def test_captures_on_spans_that_are_missing_are_left_out_with_the_reason_and_the_rest_stays() -> None:
+    spec = MiaSpec.model_validate(
+        {
+            "spans": {"i": "system", "d": "user", "t": {"tokens": [[0, 2]]}, "far": {"tokens": [[5, 99]]}},
+            "hidden": {"h": {"layer": 1}},
+            "attention": {
+                "both": {"heads": [[1, 0]], "spans": ["i", "d"]},
+                "tokens": {"heads": [[1, 0]], "spans": ["t"]},
+                "far": {"heads": [[1, 0]], "spans": ["far"]},
+            },
+        }
+    )
+    located = [LocatedMessage("user", ((0, 4),))]
+    resolved = resolve_spec(spec, located, [(0, 2), (2, 4), (4, 6)], prompt_len=3)
+    assert set(resolved.spec.attention) == {"tokens"}
+    assert set(resolved.spec.hidden) == {"h"}
+    assert set(resolved.unavailable) == {"both", "far"}
+    assert "system" in resolved.unavailable["both"]
+    assert "3 tokens" in resolved.unavailable["far"]

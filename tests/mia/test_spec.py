@@ -1,0 +1,99 @@
+"""What a request may ask: every mistake is an error that names its field, and nothing else ever comes out."""
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guard.mia.engine_config import EngineConfig
+from guard.mia.spec import MAX_SPEC_BYTES, MiaSpec, SpecError, parse_spec
+
+FULL = {
+    "spans": {"instruction": "system", "data": ["user.last", "tool"], "head": {"tokens": [[0, 4]]}},
+    "hidden": {"h": {"layer": 3}},
+    "attention": {"focus": {"heads": [[2, 0], [3, 1]], "spans": ["instruction", "data"]}},
+    "steer": [{"vector": "calm", "layer": 2, "coefficient": 1.5}],
+}
+
+
+def test_a_full_spec_survives_the_wire() -> None:
+    spec = parse_spec(json.dumps(FULL))
+    assert spec.spans["instruction"] == ("system",)
+    assert spec.attention["focus"].heads == ((2, 0), (3, 1))
+    assert parse_spec(spec.to_wire()) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"hiden": {}}, "mia.hiden"),
+        ({"hidden": {"h": {"layer": -1}}}, "mia.hidden.h.layer"),
+        ({"hidden": {"h": {"layer": 3, "position": "first"}}}, "mia.hidden.h.position"),
+        ({"hidden": {"bad name!": {"layer": 3}}}, "mia.hidden.bad name!"),
+        ({"attention": {"focus": {"heads": [], "spans": ["data"]}}}, "mia.attention.focus.heads"),
+        ({"attention": {"focus": {"heads": [[0, 1]], "spans": ["data"]}}}, "mia.attention.focus.heads.0.0"),
+        ({"attention": {"focus": {"heads": [[2, 1]], "spans": ["nowhere"]}}}, "mia"),
+        ({"spans": {"data": "User says"}}, "mia.spans"),
+        ({"spans": {"data": {"tokens": [[4, 4]]}}}, "mia.spans.data"),
+        ({"steer": [{"vector": "../x", "layer": 2, "coefficient": 1}]}, "mia.steer.0.vector"),
+        ({"steer": [{"vector": "v", "layer": 0, "coefficient": 1}]}, "mia.steer.0.layer"),
+        ({"steer": [{"vector": "v", "layer": 2, "coefficient": 1e9}]}, "mia.steer.0.coefficient"),
+        ({"steer": [{"vector": "v", "layer": 2, "coefficient": 1}] * 5}, "mia"),
+        ({"hidden": {"focus": {"layer": 3}}}, "mia"),
+        ({"hidden": {f"h{i}": {"layer": 3} for i in range(65)}}, "mia"),
+    ],
+)
+def test_a_mistake_is_refused_at_its_field(change: dict, param: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(json.dumps(FULL | change))
+    assert caught.value.param.startswith(param)
+
+
+@pytest.mark.parametrize("text", [None, 3, {}, "", "[]", "null", "{", '{"hidden": NaN}', "[" * 50_000, "\ud800"])
+def test_what_is_not_a_json_object_in_a_string_is_refused(text: object) -> None:
+    with pytest.raises(SpecError):
+        parse_spec(text)
+
+
+def test_an_oversized_spec_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(SpecError, match=str(MAX_SPEC_BYTES)):
+        parse_spec(" " * (MAX_SPEC_BYTES + 1))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["spans", "hidden", "attention", "steer", "layer", "heads", "tokens", "x"]),
+                inner,
+                max_size=4,
+            )
+        ),
+    )
+)
+def test_any_json_gives_a_spec_or_a_spec_error(value: object) -> None:
+    with contextlib.suppress(SpecError):
+        assert isinstance(parse_spec(json.dumps(value)), MiaSpec)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"hidden": {"h": {"layer": 5}}}, "mia.hidden.h.layer"),
+        ({"attention": {"focus": {"heads": [[2, 0], [9, 9]], "spans": ["data"]}}}, "mia.attention.focus.heads"),
+        ({"steer": [{"vector": "calm", "layer": 4, "coefficient": 1}]}, "mia.steer.0.layer"),
+        ({"steer": [{"vector": "wild", "layer": 2, "coefficient": 1}]}, "mia.steer.0.vector"),
+    ],
+)
+def test_an_engine_refuses_what_it_has_no_tap_for(change: dict, param: str) -> None:
+    engine = EngineConfig(
+        hidden_layers=(3,), attention_heads=((2, 0), (3, 1)), steering_layers=(2,), steering_vectors=("calm",)
+    )
+    engine.check(parse_spec(json.dumps(FULL)))
+    with pytest.raises(SpecError) as caught:
+        engine.check(parse_spec(json.dumps(FULL | change)))
+    assert caught.value.param == param
