@@ -68,7 +68,7 @@ def examine(host: str, port: int, engine_port: int) -> list[Check]:
 def check_python(version: tuple[int, int]) -> Check:
     found = ".".join(map(str, version))
     if version < (3, 11):
-        return Check("python", "fail", found, "install Python 3.11 or newer and run: make PYTHON=/path/to/python install")
+        return Check("python", "fail", found, "install Python 3.11 or newer, then: make install PYTHON=/path/to/it")
     return Check("python", "ok", found)
 
 
@@ -192,7 +192,7 @@ def importable(module: str) -> bool:
     """Whether a fresh Python can import ``module``."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=IMPORT_TIMEOUT_S, check=False).returncode == 0  # noqa: S603
+        return subprocess.run(command, capture_output=True, timeout=IMPORT_TIMEOUT_S, check=False).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 

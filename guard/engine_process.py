@@ -27,6 +27,7 @@ from guard.models import ResolvedModel
 
 LOOPBACK = "127.0.0.1"
 POLL_INTERVAL_S = 0.5
+STOP_POLL_INTERVAL_S = 0.05
 STOP_PATIENCE_S = 15.0
 TAIL_LINES = 12
 CPU_KV_CACHE_GIB = "2"
@@ -104,7 +105,7 @@ class EngineProcess:
         self.command = command
         command.log_file.parent.mkdir(parents=True, exist_ok=True)
         with command.log_file.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - arguments are built above
+            self._process = subprocess.Popen(
                 command.arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -147,20 +148,23 @@ class EngineProcess:
         return explain_end(self._process.poll(), read_tail(self.command.log_file), self.command.log_file)
 
     async def stop(self) -> None:
-        """End the whole group: politely, and after ``STOP_PATIENCE_S`` by force."""
-        self._signal(signal.SIGTERM)
+        """End it politely, which lets it end its own children, and after ``STOP_PATIENCE_S`` end the group by force."""
+        deadline_s = time.monotonic() + STOP_PATIENCE_S
+        self._process.terminate()
         try:
-            await asyncio.wait_for(self.wait_ended(), STOP_PATIENCE_S)
-        except TimeoutError:
-            pass
+            while (self.alive or self._signal_group(0)) and time.monotonic() < deadline_s:
+                await asyncio.sleep(STOP_POLL_INTERVAL_S)
         finally:
-            # Also when the leader is gone: its engine-core child may have outlived it.
-            self._signal(signal.SIGKILL)
+            self._signal_group(signal.SIGKILL)
             self._process.wait()
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+    def _signal_group(self, number: int) -> bool:
+        """Whether the group still had a member. Number 0 only asks."""
+        try:
             os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
 
 
 def read_tail(log_file: Path, size_bytes: int = 64 * 1024) -> str:
@@ -175,7 +179,7 @@ def read_tail(log_file: Path, size_bytes: int = 64 * 1024) -> str:
 def explain_end(exit_code: int | None, log_text: str, log_file: Path) -> str:
     """Pure part of ``EngineProcess.obituary``. The first error in the log says more than the last line."""
     lines = [line for line in log_text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b: ", line)]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line) and "WARNING" not in line]
     hints = [f"-> {hint}" for pattern, hint in _HINTS if pattern in log_text]
     shown = errors[:3] or lines[-TAIL_LINES:]
     return "\n".join([f"the engine ended (exit code {exit_code})", *shown, *hints, f"its whole log: {log_file}"])

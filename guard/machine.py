@@ -52,7 +52,7 @@ def gpus() -> list[Gpu]:
         return []
     query = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True)  # noqa: S603
+        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return parse_gpus(done.stdout)

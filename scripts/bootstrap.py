@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from platform import python_version
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -38,7 +39,9 @@ def main() -> None:
     stamp = fingerprint(extra)
     if STAMP.is_file() and STAMP.read_text() == stamp:
         return
-    say(f"Python {sys.version.split()[0]}, {'an NVIDIA GPU' if extra == 'cuda' else 'no NVIDIA GPU: CPU build of vLLM'}")
+    say(
+        f"Python {sys.version.split()[0]}, {'an NVIDIA GPU' if extra == 'cuda' else 'no NVIDIA GPU: CPU build of vLLM'}"
+    )
     if not PYTHON.exists():
         say(f"creating {VENV.name}")
         run(sys.executable, "-m", "venv", str(VENV))
@@ -55,7 +58,9 @@ def main() -> None:
 def check_python() -> None:
     if sys.version_info < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
-        stop(f"Python {wanted} or newer is needed, this is {sys.version.split()[0]}. Install one and run: make PYTHON=/path/to/python")
+        stop(
+            f"Python {wanted} or newer is needed, this is {python_version()}. Then: make PYTHON=/path/to/it"
+        )
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         minor = f"{sys.version_info.major}.{sys.version_info.minor}"
         stop(f"this Python has no venv module. On Debian and Ubuntu: sudo apt install python{minor}-venv")

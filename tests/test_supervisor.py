@@ -1,0 +1,106 @@
+"""Restarting an engine, shown with a small real server in place of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from guard.engine_process import EngineCommand, EngineError, EngineProcess, explain_end
+from guard.machine import free_port
+from guard.supervisor import LONGEST_DELAY_S, backoff, running_engine
+
+HEALTHY_SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def command(tmp_path: Path, program: str) -> EngineCommand:
+    port = free_port()
+    log_file = tmp_path / "engine.log"
+    return EngineCommand((sys.executable, "-c", program, str(port)), {}, f"http://127.0.0.1:{port}", log_file)
+
+
+def process_runs(process_id: int) -> bool:
+    """False for one that is gone, and for a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+async def wait_for(said: list[str], text: str) -> None:
+    async with asyncio.timeout(30):
+        while not any(text in line for line in said):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_killed_engine_is_explained_and_started_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with running_engine(command(tmp_path, HEALTHY_SERVER), said.append, lambda _: None) as engine:
+        first = engine.process.process_id
+        os.kill(first, signal.SIGKILL)
+        await wait_for(said, "the engine is back")
+        assert engine.process.process_id != first
+        assert engine.process.alive
+        last = engine.process
+    assert "exit code -9" in said[0]
+    assert not last.alive
+
+
+async def test_an_engine_that_cannot_start_raises_its_own_error(tmp_path: Path) -> None:
+    broken = command(tmp_path, "raise OSError('Address already in use')")
+    with pytest.raises(EngineError, match="--engine-port"):
+        async with running_engine(broken, print, lambda _: None):
+            pytest.fail("there is no engine to serve with")
+
+
+async def test_waiting_for_an_engine_that_never_answers_ends_and_leaves_no_process(tmp_path: Path) -> None:
+    process = EngineProcess(command(tmp_path, "import time; time.sleep(600)"))
+    ticks: list[float] = []
+    with pytest.raises(EngineError, match="did not answer within 1 s"):
+        await process.wait_healthy(1, ticks.append)
+    assert ticks
+    await process.stop()
+    assert not process.alive
+
+
+async def test_stopping_ends_children_that_ignore_the_polite_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("guard.engine_process.STOP_PATIENCE_S", 0.5)
+    program = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    process = EngineProcess(command(tmp_path, program))
+    async with asyncio.timeout(10):
+        while not (text := process.command.log_file.read_text()):
+            await asyncio.sleep(0.05)
+    await process.stop()
+    assert not process.alive
+    async with asyncio.timeout(5):
+        while process_runs(int(text)):
+            await asyncio.sleep(0.05)
+
+
+def test_delays_double_up_to_a_limit() -> None:
+    delays_s = list(itertools.islice(backoff(), 9))
+    assert delays_s[:4] == [1, 2, 4, 8]
+    assert delays_s[-1] == LONGEST_DELAY_S
+
+
+def test_an_end_without_an_error_shows_the_last_lines() -> None:
+    text = explain_end(3, "one\n\ntwo\n", Path("/logs/engine.log"))
+    assert text.splitlines() == ["the engine ended (exit code 3)", "one", "two", "its whole log: /logs/engine.log"]
