@@ -1,0 +1,135 @@
+"""Files in ``model_configs``: what is known about one model for one detector, and how each figure was measured.
+
+Owns the types that all detectors' files share and loading them. What a detector needs beyond that is in its own file.
+Nothing here computes a score.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class ModelConfigError(ValueError):
+    """A model_configs file that cannot be used; the message names the file, the field and the remedy."""
+
+
+class Section(BaseModel):
+    """Base of everything in these files: unknown keys are refused, so that a misspelt one is not silently unread."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelInfo(Section):
+    """Which model the file is for. Keys as in MIA's published files; read by people."""
+
+    provider: str = ""
+    name: str
+    model_id: str = ""
+    note: str = ""
+
+
+class Interval(Section):
+    """A 95 % confidence interval."""
+
+    low: float
+    high: float
+
+
+class Quality(Section):
+    """What was measured on rows that nothing was fitted to or chosen on. Intervals: bootstrap over groups of rows."""
+
+    benign: Annotated[int, Field(ge=1)]
+    """Benign rows."""
+    attack: Annotated[int, Field(ge=1)]
+    """Attack rows."""
+    auroc: float
+    auroc_interval: Interval
+    auprc: float
+    tpr_at_fpr_1pct: float
+    """Share of attacks caught by the threshold that these same rows' benign scores allow at 1 %."""
+    tpr_at_fpr_1pct_interval: Interval
+    auroc_by_source: dict[str, float] = {}
+    """The same per data set, where it has both labels."""
+
+
+class Threshold(Section):
+    """One operating point: a score at or above ``value`` is a hit. Set on validation rows, then tried on held-out ones.
+
+    Intervals are exact (Clopper-Pearson).
+    """
+
+    value: float
+    validation_benign: int
+    validation_false_positives: int
+    held_out_benign: int
+    held_out_false_positives: int
+    held_out_fpr_interval: Interval
+    held_out_attack: int
+    held_out_true_positives: int
+
+
+class DataSource(Section):
+    """One data set: which installed distribution it was read from, and how many of its rows went where."""
+
+    name: str
+    version: str
+    licence: str
+    sha256: str
+    """Of the rows as used, in order: same hash, same rows."""
+    rows: dict[str, dict[str, int]]
+    """Split -> label -> rows."""
+
+
+class Calibration(Section):
+    """How a file came about; enough to repeat it with ``guard calibrate``."""
+
+    method: str
+    date: str
+    command: str
+    seed: int
+    versions: dict[str, str]
+    """Distribution -> version of what computed the figures."""
+    model_sha256: str
+    """Of the model's weights file."""
+    data: tuple[DataSource, ...]
+    choices: dict[str, str]
+    """What was chosen -> on which rows and how it fared."""
+    quality: Quality
+    text_baseline: Quality
+    """TF-IDF with logistic regression on the same rows, for comparison: what reading the text alone gives."""
+    thresholds: dict[str, Threshold]
+
+
+class ModelConfig(Section):
+    """What the files of all detectors have in common."""
+
+    model_info: ModelInfo
+    calibration: Calibration | None = None
+    """None for figures taken from elsewhere and not verified here; such a file has no named thresholds."""
+
+    def threshold_values(self) -> dict[str, float]:
+        if self.calibration is None:
+            return {}
+        return {name: threshold.value for name, threshold in self.calibration.thresholds.items()}
+
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def load_model_config(path: Path, schema: type[Config]) -> Config:
+    """Read and check one file. Raises ``ModelConfigError``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelConfigError(
+            f"{path}: {error.strerror}; `guard calibrate --model MODEL` measures a model and writes this file"
+        ) from error
+    try:
+        return schema.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ModelConfigError(f"{path}: {field}: {first['msg']}") from None
