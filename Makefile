@@ -1,6 +1,6 @@
 # Every target is one line; "make help" lists them.
 comma := ,
-find_python = $(firstword $(foreach p,python3.12 python3.13 python3.11 python3,$(if $(shell $(p) -c '$(1)' 2>/dev/null && echo y),$(p))))
+find_python = $(firstword $(foreach p,python3 python3.12 python3.13 python3.11,$(if $(shell $(p) -c '$(1)' 2>/dev/null && echo y),$(p))))
 PYTHON ?= $(or $(call find_python,import ensurepip$(comma) sys$(comma) venv; sys.exit(sys.version_info < (3$(comma) 11))),$(call find_python,import sys; sys.exit(sys.version_info < (3$(comma) 11))))
 BIN := .venv/bin
 GUARD_DEMO_ARGS ?=
