@@ -20,16 +20,17 @@ def gather_rows(
 ) -> None:
     """``out[i] = source[rows[i]] + addend[rows[i]]`` for ``i < count``.
 
-    source, addend: ``[tokens, width]``, the model's dtype, read. rows: ``[capacity]`` int64, read.
-    count: ``[1]`` int64 on the host, read. out: ``[capacity, width]``, written; rows from ``count`` on stay.
+    source, addend: ``[..., width]``, the model's dtype, read; leading dimensions count as one, tokens.
+    rows: ``[capacity]`` int64, read. count: ``[1]`` int64 on the host, read.
+    out: ``[capacity, width]``, written; rows from ``count`` on stay.
     """
     n = int(count)
     if n == 0:
         return
     wanted = rows[:n]
-    torch.index_select(source, 0, wanted, out=out[:n])
+    torch.index_select(source.reshape(-1, out.shape[1]), 0, wanted, out=out[:n])
     if addend is not None:
-        out[:n] += addend.index_select(0, wanted)
+        out[:n] += addend.reshape(-1, out.shape[1]).index_select(0, wanted)
 
 
 def _gather_rows_fake(
@@ -48,15 +49,15 @@ def steer_rows(
 ) -> None:
     """``stream[rows[i]] += coefficients[i] * bank[slots[i]]`` for ``i < count``; a row may occur several times.
 
-    stream: ``[tokens, hidden_size]``, the model's dtype, written. rows, slots: ``[capacity]`` int64, read.
-    coefficients: ``[capacity]`` float32, read. count: ``[1]`` int64 on the host, read.
-    bank: ``[vectors, hidden_size]`` float32, read. The product is rounded once, to the stream's dtype.
+    stream: ``[..., hidden_size]`` without gaps, the model's dtype, written; leading dimensions count as one, tokens.
+    rows, slots: ``[capacity]`` int64, read. coefficients: ``[capacity]`` float32, read.
+    count: ``[1]`` int64 on the host, read. bank: ``[vectors, hidden_size]`` float32, read. The product is rounded once, to the stream's dtype.
     """
     n = int(count)
     if n == 0:
         return
     delta = bank.index_select(0, slots[:n]) * coefficients[:n, None]
-    stream.index_add_(0, rows[:n], delta.to(stream.dtype))
+    stream.view(-1, stream.shape[-1]).index_add_(0, rows[:n], delta.to(stream.dtype))
 
 
 def _steer_rows_fake(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.transformers.base import Base as TransformersBase
 from vllm.v1.attention.backend import AttentionType
 
 from guard.mia import ops as _ops  # noqa: F401  (registers torch.ops.mia)
@@ -26,26 +27,43 @@ class UnsupportedModelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Decoder:
-    """Blocks and their attention by layer number, counted from 1 as in transformers' ``hidden_states``."""
+    """Blocks and their attention by layer number, counted from 1 as in transformers' ``hidden_states``.
+
+    ``returns_residual``: a block that returns a tuple returns (hidden, residual) and the stream is their sum; else its
+    first element alone is the stream.
+    """
 
     blocks: dict[int, nn.Module]
     attention: dict[int, Attention]
+    returns_residual: bool
 
 
 def find_decoder(model: nn.Module) -> Decoder:
     """Locate the decoder blocks. Raises ``UnsupportedModelError``."""
-    candidates = [m for m in model.modules() if isinstance(m, nn.ModuleList) and _attention_per_block(m)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    candidates = [(blocks, attention) for blocks in lists if (attention := _attention_per_block(blocks))]
+    candidates += _transformers_backend(model, lists)
     if len(candidates) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {len(candidates)} lists of decoder blocks with one attention each; taps need "
             "exactly one (encoder-decoder, MLA and linear-attention models are not supported)"
         )
-    (blocks,) = candidates
-    attention = _attention_per_block(blocks)
+    ((blocks, attention),) = candidates
     return Decoder(
-        blocks={number: block for number, block in enumerate(blocks, start=1)},
-        attention={number: layer for number, layer in enumerate(attention, start=1)},
+        blocks=dict(enumerate(blocks, start=1)),
+        attention=dict(enumerate(attention, start=1)),
+        returns_residual=not isinstance(model, TransformersBase),
     )
+
+
+def _transformers_backend(model: nn.Module, lists: list[nn.ModuleList]) -> list[tuple[nn.ModuleList, list[Attention]]]:
+    """Decoders of models that vLLM runs through transformers' own code: their attention lies outside the blocks."""
+    if not isinstance(model, TransformersBase):
+        return []
+    attention = [layer for _, layer in sorted(model.attention_instances.items())]
+    if not all(isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER for layer in attention):
+        return []
+    return [(blocks, attention) for blocks in lists if len(blocks) == len(attention)]
 
 
 def _attention_per_block(blocks: nn.ModuleList) -> list[Attention]:
@@ -82,6 +100,7 @@ class BlockTaps:
 
     steer: SteerTap | None
     hidden: GatherTap | None
+    returns_residual: bool
 
 
 @dataclass
@@ -96,7 +115,8 @@ def insert(decoder: Decoder, buffers: TapBuffers) -> None:
     """Put the ops into the blocks and attention layers that ``buffers`` has taps for."""
     for number in sorted({*buffers.hidden, *buffers.steer}):
         block = decoder.blocks[number]
-        _put(block, BlockTaps(buffers.steer.get(number), buffers.hidden.get(number)), _tapped_block)
+        taps = BlockTaps(buffers.steer.get(number), buffers.hidden.get(number), decoder.returns_residual)
+        _put(block, taps, _tapped_block)
     for number in buffers.query:
         _put(decoder.attention[number], AttentionTaps(buffers.query[number], buffers.key[number]), _tapped_attention)
 
@@ -115,11 +135,9 @@ def _put(module: Any, taps: BlockTaps | AttentionTaps, subclass_of: Callable[[An
 def _tapped_block(base: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = base.forward(self, *args, **kwargs)
-        if isinstance(output, tuple):
-            hidden, residual = output[0], output[1]
-        else:
-            hidden, residual = output, None
         taps = self.mia_taps
+        hidden = output[0] if isinstance(output, tuple) else output
+        residual = output[1] if isinstance(output, tuple) and taps.returns_residual else None
         if taps.steer is not None:
             tap = taps.steer
             torch.ops.mia.steer_rows(hidden, tap.rows, tap.slots, tap.coefficients, tap.count, tap.bank)
@@ -135,7 +153,7 @@ def _tapped_block(base: Any) -> type[nn.Module]:
 def _tapped_attention(base: Any) -> type[nn.Module]:
     def forward(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
         for tensor, tap in ((query, self.mia_taps.query), (key, self.mia_taps.key)):
-            torch.ops.mia.gather_rows(tensor.reshape(-1, tap.out.shape[1]), None, tap.rows, tap.count, tap.out)
+            torch.ops.mia.gather_rows(tensor, None, tap.rows, tap.count, tap.out)
         return base.forward(self, query, key, value, *args, **kw)
 
     return type(base.__name__, (base,), {"forward": forward})

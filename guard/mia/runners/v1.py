@@ -60,7 +60,9 @@ class V1Adapter:
         self.router = Router(
             self.buffers, {name: i for i, name in enumerate(config.steering_vectors)}, config.max_key_bytes
         )
+        self._decoder = decoder
         self._plan: StepPlan | None = None
+        self._started = False
         insert(decoder, self.buffers)
         logger.info(
             "mia: hidden-state taps at layers %s, attention taps for %d heads, steering at layers %s with %d vectors; "
@@ -82,6 +84,11 @@ class V1Adapter:
                 self.router.add(request.req_id, parse_spec(text), request.prompt_token_ids or [])
 
     def before_forward(self, runner: GPUModelRunner) -> None:
+        if not self._started:
+            # Models run through transformers' code set their attention scale in the first forward pass, the warm-up.
+            shapes = {layer: attention_shape(self._decoder.attention[layer]) for layer in self.buffers.query}
+            self.buffers.attention_shapes.update(shapes)
+            self._started = True
         batch = runner.input_batch
         n = batch.num_reqs
         self._plan = self.router.fill(

@@ -1,0 +1,77 @@
+"""What transformers computes in float32, from a process of its own: vLLM patches transformers' classes in this one."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.engine.tiny_models import save_tiny_model
+
+
+@dataclass
+class Reading:
+    """One prompt. By layer - 1: hidden ``[tokens, hidden_size]`` after the block, attention ``[heads, tokens, tokens]``."""
+
+    hidden: list[np.ndarray]
+    attention: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Push:
+    """Add ``coefficient * vector`` after block ``layer`` at every token."""
+
+    layer: int
+    coefficient: float
+    vector: np.ndarray
+
+
+@cache
+def _pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def save(architecture: str, folder: Path) -> Path:
+    """Write a tiny random model of ``architecture`` into ``folder``; returns it."""
+    return _pool().submit(save_tiny_model, architecture, folder).result()
+
+
+def read(folder: Path, prompts: Sequence[Sequence[int]], push: Push | None = None) -> list[Reading]:
+    return _pool().submit(_read, folder, [list(ids) for ids in prompts], push).result()
+
+
+def _read(folder: Path, prompts: list[list[int]], push: Push | None) -> list[Reading]:
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    layers = model.config.num_hidden_layers
+    (blocks,) = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
+    hidden: dict[int, Any] = {}
+
+    def hook(layer: int) -> Any:
+        def run(_module: Any, _inputs: Any, output: Any) -> Any:
+            stream = output[0] if isinstance(output, tuple) else output
+            if push is not None and push.layer == layer:
+                stream = stream + push.coefficient * torch.from_numpy(push.vector)
+            hidden[layer] = stream[0].numpy().copy()
+            return (stream, *output[1:]) if isinstance(output, tuple) else stream
+
+        return run
+
+    for layer, block in enumerate(blocks, start=1):
+        block.register_forward_hook(hook(layer))
+    readings = []
+    with torch.no_grad():
+        for ids in prompts:
+            output = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
+            attention = [layer[0].numpy().copy() for layer in output.attentions]
+            readings.append(Reading([hidden[layer] for layer in range(1, layers + 1)], attention))
+    return readings
