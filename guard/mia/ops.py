@@ -51,7 +51,8 @@ def steer_rows(
 
     stream: ``[..., hidden_size]`` without gaps, the model's dtype, written; leading dimensions count as one, tokens.
     rows, slots: ``[capacity]`` int64, read. coefficients: ``[capacity]`` float32, read.
-    count: ``[1]`` int64 on the host, read. bank: ``[vectors, hidden_size]`` float32, read. The product is rounded once, to the stream's dtype.
+    count: ``[1]`` int64 on the host, read. bank: ``[vectors, hidden_size]`` float32, read.
+    The product is rounded once, to the stream's dtype.
     """
     n = int(count)
     if n == 0:

@@ -17,7 +17,7 @@ from tests.engine.tiny_models import save_tiny_model
 
 @dataclass
 class Reading:
-    """One prompt. By layer - 1: hidden ``[tokens, hidden_size]`` after the block, attention ``[heads, tokens, tokens]``."""
+    """One prompt, by layer - 1. hidden: ``[tokens, hidden_size]`` after the block; attention: ``[heads, T, T]``."""
 
     hidden: list[np.ndarray]
     attention: list[np.ndarray]
