@@ -12,22 +12,41 @@ from unittest.mock import patch
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import MiaLLM
 
+DEFAULTS = {
+    "max_num_batched_tokens": 128,
+    "max_model_len": 512,
+    "kv_cache_memory_bytes": 2**26,
+    "dtype": "float32",
+}
+
+
+@contextmanager
+def in_process() -> Iterator[None]:
+    """Engines made inside run in this process; what they leave behind is cleaned up at the end."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    with patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+        try:
+            yield
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def vanilla(folder: Path, *, compiled: bool = False) -> Iterator[Any]:
+    """vLLM itself, with the plugin installed and no taps configured."""
+    from vllm import LLM
+
+    with in_process():
+        llm = LLM(model=str(folder), enforce_eager=not compiled, **DEFAULTS)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
 
 @contextmanager
 def engine(folder: Path, config: EngineConfig, *, compiled: bool = False, **vllm_args: Any) -> Iterator[MiaLLM]:
     """A ``MiaLLM`` on the model in ``folder``. A step holds 128 tokens, so that longer prompts take several chunks."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    defaults = {
-        "max_num_batched_tokens": 128,
-        "max_model_len": 512,
-        "kv_cache_memory_bytes": 2**26,
-        "dtype": "float32",
-        "enforce_eager": not compiled,
-    }
-    with patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
-        try:
-            with MiaLLM(folder, config, **defaults | vllm_args) as llm:
-                yield llm
-        finally:
-            cleanup_dist_env_and_memory()
+    with in_process(), MiaLLM(folder, config, **DEFAULTS | {"enforce_eager": not compiled} | vllm_args) as llm:
+        yield llm

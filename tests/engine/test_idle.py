@@ -1,0 +1,54 @@
+"""An engine with taps that nobody uses computes what vLLM computes, bit for bit, and never runs another's graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from guard.mia.engine_config import EngineConfig
+from guard.mia.spec import MiaSpec
+from tests.engine import engines, oracle
+
+TAPS = EngineConfig(
+    hidden_layers=(1, 2, 3),
+    attention_heads=tuple((layer, head) for layer in (1, 2, 3) for head in range(4)),
+    steering_layers=(1, 2, 3),
+)
+CONVERSATIONS = [[{"role": "user", "content": "tell me more " * n}] for n in (1, 3, 8, 20)]
+
+
+def answers(llm: Any) -> list[tuple[tuple[int, ...], float]]:
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True)
+    outputs = llm.chat(CONVERSATIONS, params, use_tqdm=False)
+    return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_idle_taps_change_no_token_and_no_logprob(compiled: bool, tmp_path: Path) -> None:
+    folder = oracle.save("llama", tmp_path)
+    with engines.vanilla(folder, compiled=compiled) as llm:
+        expected = answers(llm)
+    with engines.engine(folder, TAPS, compiled=compiled) as mia:
+        assert answers(mia.llm) == expected
+
+
+def test_a_shared_compile_cache_never_gives_a_graph_without_or_with_foreign_taps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    folder = oracle.save("llama", tmp_path / "model")
+    read = MiaSpec.model_validate({"hidden": {"h": {"layer": 2}}})
+    with engines.vanilla(folder, compiled=True) as llm:
+        expected = answers(llm)
+    for layers in ((2,), (1, 2)):
+        with engines.engine(folder, EngineConfig(hidden_layers=layers), compiled=True) as mia:
+            got = mia.read(CONVERSATIONS, read)
+            assert [readouts.items["h"].status for readouts in got] == ["complete"] * len(CONVERSATIONS)
+            truth = oracle.read(folder, [a.prompt_token_ids for a in mia.chat(CONVERSATIONS, read, max_tokens=1)])
+            for readouts, reading in zip(got, truth, strict=True):
+                assert abs(readouts.items["h"].values - reading.hidden[1][-1]).max() < 1e-3
+    with engines.vanilla(folder, compiled=True) as llm:
+        assert answers(llm) == expected
