@@ -122,6 +122,22 @@ def doctor(
     _exit(1 if has_failed(checks) else 0)
 
 
+@policy_app.command("lint")
+def policy_lint(
+    files: Annotated[list[Path], typer.Argument(help="Policy files.")],
+    model: Annotated[
+        str | None, typer.Option(help="Check thresholds and vectors against this model's files too.")
+    ] = None,
+) -> None:
+    """Check policy files; every error names file, line and field. Exit code 1 when any cannot be used."""
+    from guard.data import data_folder
+    from guard.models import resolve_model
+    from guard.policy.lint import lint
+
+    config_key = resolve_model(model).config_key if model else None
+    _exit(lint(files, typer.echo, config_key=config_key, model_configs=data_folder("model_configs")))
+
+
 @model_app.command("pull")
 def model_pull(
     name: Annotated[str, typer.Argument(help="Short name, see: guard model list.")],

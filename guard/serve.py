@@ -1,0 +1,242 @@
+"""``guard serve`` and ``guard proxy``: the engine that a policy needs, and the proxy in front of it, until a signal.
+
+Owns the order of starting and stopping, and the way from a policy to the engine's taps. The proxy's application is
+``guard.proxy``'s, the engine's process ``guard.engine_process``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from guard.data import data_folder, default_policy, steering_folder
+from guard.engine_process import LOOPBACK, EngineCommand, EngineError, engine_command
+from guard.machine import port_is_free
+from guard.mia.engine_config import EngineConfig
+from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, resolve_model
+from guard.paths import state_folder
+from guard.policy import BoundPolicy, PolicyError, bind, build_detectors, load_policy
+from guard.proxy.app import create_app
+from guard.settings import Settings
+from guard.supervisor import running_engine
+from guard.terminal import pull_with_progress, say, tick_printer
+
+STOP_LIMIT_S = 5
+"""How long answers under way may take to end once the guard is told to stop."""
+
+
+class StartError(RuntimeError):
+    """Something that the user must change before anything can start."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What ``guard serve`` was asked for."""
+
+    model: str = DEFAULT_MODEL
+    policy: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    engine_port: int = 8001
+    ledger: Path | None = None
+    compiled: bool = False
+    vllm_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProxyOptions:
+    """What ``guard proxy`` was asked for."""
+
+    upstream: str
+    model: str = DEFAULT_MODEL
+    policy: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    ledger: Path | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An engine and a proxy that run and are ready."""
+
+    engine_url: str
+    proxy_url: str
+    ledger: Path
+    server: asyncio.Task[None]
+
+    async def wait_ended(self) -> None:
+        await asyncio.shield(self.server)
+
+
+def serve(options: ServeOptions) -> int:
+    """Run until a signal. Returns the exit code."""
+
+    async def run() -> int:
+        async with running_pair(options) as pair:
+            say(f"ready: {pair.proxy_url}/v1 (Ctrl-C ends)")
+            await pair.wait_ended()
+        return 0
+
+    return run_until_signal(run())
+
+
+def serve_proxy(options: ProxyOptions) -> int:
+    """Run the proxy alone until a signal. Returns the exit code."""
+
+    async def run() -> int:
+        async with running_proxy(options) as server:
+            say(f"ready: http://{options.host}:{options.port}/v1, in front of {options.upstream} (Ctrl-C ends)")
+            await asyncio.shield(server)
+        return 0
+
+    return run_until_signal(run())
+
+
+def run_until_signal(work: Coroutine[object, object, int]) -> int:
+    """Run ``work``; SIGINT and SIGTERM cancel it, so that its context managers stop what they started."""
+
+    async def guarded() -> int:
+        task = asyncio.ensure_future(work)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            say("stopped")
+            return 0
+
+    try:
+        return asyncio.run(guarded())
+    except (StartError, EngineError, ModelError, PolicyError) as error:
+        say(f"guard: {error}")
+        return 1
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the engine must be stopped by the same signal."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
+    """Engine and proxy, both ready. What can be refused is refused before the engine's slow start."""
+    model = resolve_model(options.model)
+    command = _engine_command(options, model)
+    ledger = options.ledger or default_ledger()
+    upstream = ProxyOptions(command.url, options.model, options.policy, options.host, options.port, ledger)
+    with listening_socket(options.host, options.port) as listener:
+        _need_free_port(options.engine_port)
+        app = proxy_app(upstream)
+        if options.model in SOURCES:
+            await asyncio.to_thread(pull_with_progress, options.model)
+        say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
+        async with running_engine(command, say, tick_printer("starting vLLM")), _serving(app, listener) as server:
+            yield Pair(command.url, f"http://{_in_url(options.host)}:{options.port}", ledger, server)
+
+
+@contextlib.asynccontextmanager
+async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[None]]:
+    with listening_socket(options.host, options.port) as listener:
+        async with _serving(proxy_app(options), listener) as server:
+            yield server
+
+
+def default_ledger() -> Path:
+    return state_folder() / "ledger.jsonl"
+
+
+@contextlib.contextmanager
+def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """The proxy's port, taken before anything slow starts, so that no other program can take it meanwhile."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise StartError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None
+        yield listener
+
+
+@contextlib.asynccontextmanager
+async def _serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """uvicorn as a task; left, it lets answers under way end for ``STOP_LIMIT_S``."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_LIMIT_S)
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not task.done():
+            await asyncio.sleep(0.02)
+        if task.done():
+            await task
+            raise StartError("the proxy did not start")
+        yield task
+    finally:
+        server.should_exit = True
+        await task
+
+
+def proxy_app(options: ProxyOptions) -> FastAPI:
+    """The proxy's application for these options; everything else is ``guard.settings``' own (environment, defaults)."""
+    model = resolve_model(options.model)
+    settings = Settings(
+        upstream=options.upstream,
+        policy=options.policy or default_policy(),
+        config_key=model.config_key,
+        model_configs=data_folder("model_configs"),
+        host=options.host,
+        port=options.port,
+        ledger=options.ledger or default_ledger(),
+    )
+    return create_app(settings)
+
+
+def bound_policy(file: Path, config_key: str) -> BoundPolicy:
+    """The policy with its detectors for one model. Raises ``PolicyError`` with file, line and field."""
+    loaded = load_policy(file)
+    vectors = {vector.stem for vector in steering_folder(config_key).glob("*.safetensors")}
+    return bind(loaded, build_detectors(loaded, config_key, data_folder("model_configs")), vectors)
+
+
+def engine_config_for(policy: BoundPolicy, vectors_folder: Path) -> EngineConfig:
+    """Taps for what the policy's detectors read and its rules steer, and for nothing else."""
+    vectors = {steer.vector for steer in policy.steers}
+    return EngineConfig(
+        hidden_layers=tuple(sorted({capture.layer for capture in policy.spec.hidden.values()})),
+        attention_heads=tuple(sorted({head for one in policy.spec.attention.values() for head in one.heads})),
+        steering_layers=tuple(sorted({steer.layer for steer in policy.steers})),
+        steering_vectors=tuple(sorted(vectors)),
+        steering_folder=vectors_folder if vectors else None,
+    )
+
+
+def _engine_command(options: ServeOptions, model: ResolvedModel) -> EngineCommand:
+    policy = bound_policy(options.policy or default_policy(), model.config_key)
+    return engine_command(
+        model,
+        engine_config_for(policy, steering_folder(model.config_key)),
+        port=options.engine_port,
+        log_file=state_folder() / f"engine-{options.engine_port}.log",
+        compiled=options.compiled,
+        extra_arguments=options.vllm_arguments,
+    )
+
+
+def _need_free_port(port: int) -> None:
+    if not port_is_free(LOOPBACK, port):
+        raise StartError(f"port {port}, for vLLM, is taken; choose another with --engine-port")
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
