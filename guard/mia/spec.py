@@ -39,7 +39,7 @@ class SpecError(ValueError):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class HiddenCapture(_Model):
@@ -85,10 +85,19 @@ class Steer(_Model):
     """Add ``coefficient * vector`` to the full residual stream after block ``layer``, at every token of the phase."""
 
     vector: Name
+    """Name of a vector that the engine was started with."""
+
     layer: Annotated[int, Field(ge=1, le=1024)]
+    """After which block, counted from 1."""
+
     coefficient: Annotated[float, Field(ge=-1e4, le=1e4, allow_inf_nan=False)]
+    """What the vector is multiplied with; 0 changes nothing at all."""
+
     method: Literal["add_vector"] = "add_vector"
+    """How the vector acts."""
+
     phase: Literal["prefill", "decode", "both"] = "both"
+    """At which tokens: those of the prompt, those that are generated, or all."""
 
 
 class MiaSpec(_Model):

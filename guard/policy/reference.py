@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from guard.mia.spec import Steer
 from guard.policy.schema import (
@@ -49,34 +48,38 @@ def reference() -> str:
 
 
 def _section(title: str, model: type[BaseModel]) -> str:
-    rows = [_row(field.alias or name, field) for name, field in model.model_fields.items()]
+    schema = model.model_json_schema()
+    schema = schema.get("$defs", {}).get(model.__name__, schema)["properties"]
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    rows = [_row(name, field, schema[name]) for name, field in fields.items()]
     table = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
     return f"\n## {title}\n\n{_prose(model.__doc__ or '')}\n\n{table}\n"
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    default = "required" if field.is_required() else f"`{_default(field)}`"
+def _row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
+    default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
     meaning = _prose(field.description or "")
     if field.examples:
         meaning += " Example: " + ", ".join(f"`{json.dumps(example)}`" for example in field.examples) + "."
-    return f"| `{name}` | {_type(field.annotation)} | {default} | {meaning.replace('|', chr(92) + '|')} |"
+    return f"| `{name}` | {_type(schema)} | {default} | {meaning.replace('|', chr(92) + '|')} |"
 
 
-def _default(field: FieldInfo) -> str:
-    value = field.default if field.default is not PydanticUndefined else None
-    return json.dumps(value)
-
-
-def _type(annotation: Any) -> str:
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    text = re.sub(r"typing\.|guard\.(policy\.schema|mia\.spec)\.|, FieldInfo\(.*?\)|NoneType", "", text)
-    text = re.sub(r"Annotated\[(\w+)[^\[\]]*(\[[^\]]*\])*[^\[\]]*\]", r"\1", text)
-    plain = {"tuple": "list", "dict": "mapping"}
-    for word, replacement in plain.items():
-        text = re.sub(rf"\b{word}\b", replacement, text)
-    if "Condition" in text or "Tag(" in text:
-        text = "list of conditions" if text.startswith("list") else "condition"
-    return text.replace(", ...]", "]").replace("|", "or").strip()
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON schema's type in words."""
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    if forms := schema.get("anyOf", schema.get("oneOf")):
+        names = list(dict.fromkeys(_type(form) for form in forms if form.get("type") != "null"))
+        return " or ".join(names)
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", 1)[-1]
+        return "condition" if name.endswith("Condition") else name
+    if schema.get("type") == "array":
+        return f"list of {_type(schema['items'])}"
+    if schema.get("type") == "object":
+        values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
+        return f"mapping to {_type(values)}"
+    return str(schema["type"])
 
 
 def _prose(text: str) -> str:

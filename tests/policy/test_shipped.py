@@ -1,0 +1,33 @@
+"""What ships: every policy loads, and the generated reference page is the schema's."""
+
+from pathlib import Path
+
+import pytest
+
+from guard.data import data_folder
+from guard.policy import load_policy
+from guard.policy.lint import lint
+from guard.policy.reference import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICIES = sorted(data_folder("policies").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
+def test_a_shipped_policy_loads_and_is_named_after_its_file(path: Path) -> None:
+    assert load_policy(path).policy.name == path.stem
+
+
+def test_lint_reports_every_file_and_fails_when_one_is_bad(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("version: 1\nname: bad\nrulez: []\n")
+    said: list[str] = []
+    assert lint([*POLICIES, bad], said.append) == 1
+    assert len(said) == len(POLICIES) + 1
+    assert said[-1].startswith(f"{bad}:3: rulez")
+    assert lint(POLICIES, said.append) == 0
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "policy-reference.md").read_text()
+    assert page == reference(), "run: python -m guard.policy.reference > docs/policy-reference.md"
