@@ -1,0 +1,173 @@
+"""The aperture over HTTP, on the real model: readouts beside the answer in each of its three forms, errors, steering."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+
+from guard.mia.results import AttentionReadout, HiddenReadout, Readouts
+
+pytestmark = pytest.mark.engine
+
+MODEL = "smollm2-135m"
+MESSAGES = [
+    {"role": "system", "content": "You answer in one short sentence."},
+    {"role": "user", "content": "Why is the sky blue?"},
+]
+
+
+@dataclass(frozen=True)
+class Engine:
+    url: str
+    taps: dict[str, Any]
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """A spec that reads one tap of each kind."""
+        return {
+            "spans": {"instruction": "system", "data": "user.last"},
+            "hidden": {"h": {"layer": self.taps["hidden_layers"][0]}},
+            "attention": {"a": {"heads": self.taps["attention_heads"][:3], "spans": ["instruction", "data"]}},
+        }
+
+    @property
+    def steering(self) -> dict[str, Any]:
+        layer, vector = self.taps["steering_layers"][0], self.taps["steering_vectors"][0]
+        return {"steer": [{"vector": vector, "layer": layer, "coefficient": 8.0}]}
+
+    async def post(self, body: dict[str, Any], headers: dict[str, str] | None = None) -> tuple[int, Any, bytes]:
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as answer:
+                return answer.status, answer.headers, await answer.read()
+
+
+def body(spec: Any = None, **more: Any) -> dict[str, Any]:
+    asked = {"vllm_xargs": {"mia": spec if isinstance(spec, str) else json.dumps(spec)}} if spec is not None else {}
+    return {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 0, **asked, **more}
+
+
+@pytest.fixture
+async def engine(engine_url: str) -> Engine:
+    async with aiohttp.ClientSession() as session, session.get(f"{engine_url}/v1/mia/capabilities") as answer:
+        return Engine(engine_url, (await answer.json())["taps"])
+
+
+def one(event: dict[str, Any]) -> Readouts:
+    assert event["object"] == "mia.readouts"
+    (wire,) = event["readouts"]
+    return Readouts.from_wire(wire)
+
+
+def assert_same(a: Readouts, b: Readouts) -> None:
+    assert (a.span_tokens, a.prompt_tokens) == (b.span_tokens, b.prompt_tokens)
+    for name, item in a.items.items():
+        other = b.items[name]
+        assert (item.status, other.status) == ("complete", "complete")
+        if isinstance(item, HiddenReadout) and isinstance(other, HiddenReadout):
+            np.testing.assert_allclose(item.values, other.values, rtol=1e-3, atol=1e-3)
+        if isinstance(item, AttentionReadout) and isinstance(other, AttentionReadout):
+            for span, mass in item.mass.items():
+                np.testing.assert_allclose(mass, other.mass[span], atol=1e-4)
+
+
+async def test_readouts_are_the_same_in_all_three_forms_and_the_answer_is_untouched(engine: Engine) -> None:
+    _, _, plain = await engine.post(body())
+    _, _, in_json = await engine.post(body(engine.reading))
+    status, headers, early = await engine.post(body(engine.reading), {"x-mia-early": "1"})
+    _, _, streamed = await engine.post(body(engine.reading, stream=True))
+
+    first, rest = early.split(b"\n", 1)
+    envelope, original = rest.split(b"\n", 1)
+    assert (status, headers["x-mia-early"]) == (200, "1")
+    assert json.loads(envelope)["status"] == 200
+    frames = [json.loads(f.removeprefix(b"data: ")) for f in streamed.split(b"\n\n") if f.startswith(b"data: {")]
+
+    answer = json.loads(in_json)
+    readouts = one(answer.pop("mia"))
+    assert_same(readouts, one(json.loads(first)))
+    assert_same(readouts, one(frames[0]))
+    expected = json.loads(plain)["choices"]
+    assert answer["choices"] == expected
+    assert json.loads(original)["choices"] == expected
+    text = "".join(c["delta"].get("content") or "" for f in frames[1:] for c in f["choices"])
+    assert text == expected[0]["message"]["content"]
+    assert streamed.rstrip().endswith(b"data: [DONE]")
+
+
+async def test_every_choice_and_only_requests_that_ask_have_readouts(engine: Engine) -> None:
+    _, _, several = await engine.post(body(engine.reading, n=3, temperature=1.0, seed=1))
+    assert sorted(wire["choice_index"] for wire in json.loads(several)["mia"]["readouts"]) == [0, 1, 2]
+    _, _, nothing = await engine.post(body())
+    assert "mia" not in json.loads(nothing)
+
+
+@pytest.mark.parametrize(
+    ("spec", "param"),
+    [
+        ("not json", "vllm_xargs.mia"),
+        ({"hiden": {}}, "vllm_xargs.mia.hiden"),
+        ({"hidden": {"h": {"layer": 999}}}, "vllm_xargs.mia.hidden.h.layer"),
+        ({"attention": {"a": {"heads": [[1, 999]], "spans": ["x"]}}, "spans": {"x": "user"}}, "vllm_xargs.mia.attention.a.heads"),
+        ({"steer": [{"vector": "no-such", "layer": 1, "coefficient": 1}]}, "vllm_xargs.mia.steer"),
+    ],
+)  # fmt: skip
+async def test_a_bad_spec_is_a_400_that_names_its_field_and_the_engine_lives(
+    engine: Engine, spec: Any, param: str
+) -> None:
+    for stream in (False, True):
+        status, _, raw = await engine.post(body(spec, stream=stream))
+        error = json.loads(raw)["error"]
+        assert (status, error["code"]) == (400, "invalid_mia_spec")
+        assert error["param"].startswith(param)
+    assert (await engine.post(body()))[0] == 200
+
+
+async def test_a_request_that_vllm_refuses_is_refused_as_always(engine: Engine) -> None:
+    status, headers, raw = await engine.post(body(engine.reading, max_tokens=10**6), {"x-mia-early": "1"})
+    assert status == 400
+    assert "x-mia-early" not in headers
+    assert json.loads(raw)["error"]["code"] == 400
+
+
+async def test_a_spec_spelt_so_that_it_slips_past_the_check_is_refused(engine: Engine) -> None:
+    raw = json.dumps(body(engine.reading)).replace("vllm_xargs", "vllm\\u005fxargs")
+    async with aiohttp.ClientSession() as session:
+        headers = {"content-type": "application/json"}
+        async with session.post(f"{engine.url}/v1/chat/completions", data=raw, headers=headers) as answer:
+            assert answer.status == 400
+
+
+async def test_without_a_system_message_its_readout_is_unavailable_and_the_answer_comes(engine: Engine) -> None:
+    spec = {key: value for key, value in engine.reading.items() if key != "hidden"}
+    for headers in ({}, {"x-mia-early": "1"}):
+        status, _, raw = await engine.post(body(spec, messages=MESSAGES[1:]), headers)
+        event = json.loads(raw.split(b"\n", 1)[0]) if headers else json.loads(raw)["mia"]
+        assert status == 200
+        item = one(event).items["a"]
+        assert item.status == "unavailable"
+        assert "instruction" in item.reason
+
+
+def test_a_steered_request_differs_and_its_neighbours_in_the_batch_do_not(engine_url: str, engine: Engine) -> None:
+    client = openai.OpenAI(base_url=f"{engine_url}/v1", api_key="none", max_retries=0)
+
+    def ask(steered: bool) -> str:
+        extra = {"vllm_xargs": {"mia": json.dumps(engine.steering)}} if steered else {}
+        answer = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, temperature=0, max_tokens=24, extra_body=extra
+        )
+        return answer.choices[0].message.content or ""
+
+    alone, steered_alone = ask(False), ask(True)
+    assert steered_alone != alone
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, [i % 2 == 0 for i in range(8)]))
+    assert together == [steered_alone if i % 2 == 0 else alone for i in range(8)]
+    assert ask(False) == alone
