@@ -43,9 +43,9 @@ class Engine:
         return {"steer": [{"vector": vector, "layer": layer, "coefficient": 8.0}]}
 
     async def post(self, body: dict[str, Any], headers: dict[str, str] | None = None) -> tuple[int, Any, bytes]:
-        async with aiohttp.ClientSession() as session:
-            async with session.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as answer:
-                return answer.status, answer.headers, await answer.read()
+        url = f"{self.url}/v1/chat/completions"
+        async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as answer:
+            return answer.status, answer.headers, await answer.read()
 
 
 def body(spec: Any = None, **more: Any) -> dict[str, Any]:
@@ -114,7 +114,10 @@ async def test_every_choice_and_only_requests_that_ask_have_readouts(engine: Eng
         ("not json", "vllm_xargs.mia"),
         ({"hiden": {}}, "vllm_xargs.mia.hiden"),
         ({"hidden": {"h": {"layer": 999}}}, "vllm_xargs.mia.hidden.h.layer"),
-        ({"attention": {"a": {"heads": [[1, 999]], "spans": ["x"]}}, "spans": {"x": "user"}}, "vllm_xargs.mia.attention.a.heads"),
+        (
+            {"attention": {"a": {"heads": [[1, 999]], "spans": ["x"]}}, "spans": {"x": "user"}},
+            "vllm_xargs.mia.attention.a.heads",
+        ),
         ({"steer": [{"vector": "no-such", "layer": 1, "coefficient": 1}]}, "vllm_xargs.mia.steer"),
     ],
 )  # fmt: skip
@@ -138,10 +141,9 @@ async def test_a_request_that_vllm_refuses_is_refused_as_always(engine: Engine) 
 
 async def test_a_spec_spelt_so_that_it_slips_past_the_check_is_refused(engine: Engine) -> None:
     raw = json.dumps(body(engine.reading)).replace("vllm_xargs", "vllm\\u005fxargs")
-    async with aiohttp.ClientSession() as session:
-        headers = {"content-type": "application/json"}
-        async with session.post(f"{engine.url}/v1/chat/completions", data=raw, headers=headers) as answer:
-            assert answer.status == 400
+    url, headers = f"{engine.url}/v1/chat/completions", {"content-type": "application/json"}
+    async with aiohttp.ClientSession() as session, session.post(url, data=raw, headers=headers) as answer:
+        assert answer.status == 400
 
 
 async def test_without_a_system_message_its_readout_is_unavailable_and_the_answer_comes(engine: Engine) -> None:
