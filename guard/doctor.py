@@ -28,7 +28,7 @@ Level = Literal["ok", "warn", "fail"]
 
 GIB = 1024**3
 MEMORY_FAIL_GIB, MEMORY_WARN_GIB = 5, 8
-"""The CPU engine with smollm2-135m takes about 5.3 GiB: 2 GiB of KV cache, the rest mostly what its processes import."""
+"""The CPU engine with smollm2-135m takes about 5.3 GiB, 2 GiB of it KV cache."""
 DISK_FAIL_GIB, DISK_WARN_GIB = 1, 5
 IMPORT_TIMEOUT_S = 120
 CPU_BUILD_ENEMIES = ("torchvision", "torchaudio", "torchcodec")

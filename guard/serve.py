@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI
 
 from guard.data import data_folder, default_policy, steering_folder
@@ -25,16 +23,10 @@ from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, reso
 from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, bind, build_detectors, load_policy
 from guard.proxy.app import create_app
+from guard.proxy_server import StartError, listening_socket, serving
 from guard.settings import Settings
 from guard.supervisor import running_engine
 from guard.terminal import pull_with_progress, say, tick_printer
-
-STOP_LIMIT_S = 5
-"""How long answers under way may take to end once the guard is told to stop."""
-
-
-class StartError(RuntimeError):
-    """Something that the user must change before anything can start."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +112,6 @@ def run_until_signal(work: Coroutine[object, object, int]) -> int:
         return 1
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: the engine must be stopped by the same signal."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextlib.asynccontextmanager
 async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
     """Engine and proxy, both ready. What can be refused is refused before the engine's slow start."""
@@ -141,50 +125,19 @@ async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
         if options.model in SOURCES:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
-        async with running_engine(command, say, tick_printer("starting vLLM")), _serving(app, listener) as server:
+        async with running_engine(command, say, tick_printer("starting vLLM")), serving(app, listener) as server:
             yield Pair(command.url, f"http://{_in_url(options.host)}:{options.port}", ledger, server)
 
 
 @contextlib.asynccontextmanager
 async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[None]]:
     with listening_socket(options.host, options.port) as listener:
-        async with _serving(proxy_app(options), listener) as server:
+        async with serving(proxy_app(options), listener) as server:
             yield server
 
 
 def default_ledger() -> Path:
     return state_folder() / "ledger.jsonl"
-
-
-@contextlib.contextmanager
-def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """The proxy's port, taken before anything slow starts, so that no other program can take it meanwhile."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise StartError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None
-        yield listener
-
-
-@contextlib.asynccontextmanager
-async def _serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """uvicorn as a task; left, it lets answers under way end for ``STOP_LIMIT_S``."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_LIMIT_S)
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        while not server.started and not task.done():
-            await asyncio.sleep(0.02)
-        if task.done():
-            await task
-            raise StartError("the proxy did not start")
-        yield task
-    finally:
-        server.should_exit = True
-        await task
 
 
 def proxy_app(options: ProxyOptions) -> FastAPI:
