@@ -1,0 +1,127 @@
+"""How one proxy process is set up: from arguments, else from environment variables ``GUARD_*``, else defaults.
+
+Owns the settings and what must hold between them. A malformed value stops the start. Never reads a policy.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from guard.data import data_folder, default_policy
+from guard.paths import state_folder
+
+PREFIX = "GUARD_"
+SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+class SettingsError(ValueError):
+    """Settings that the proxy cannot start with; one line for each, with the remedy."""
+
+
+class Settings(BaseSettings):
+    """Each field is also the environment variable ``GUARD_`` + its name in capitals."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    upstream: str = "http://127.0.0.1:8001"
+    """Base URL of vLLM, without ``/v1``."""
+
+    upstream_api_key: SecretStr | None = None
+    """Key that vLLM wants (its ``--api-key``). A client's own key is never sent on."""
+
+    policy: Annotated[Path, Field(default_factory=default_policy)]
+    """The policy file."""
+
+    config_key: str = "SmolLM2-135M-Instruct"
+    """Which file of ``model_configs`` the detectors are built from: the served model's name there."""
+
+    model_configs: Annotated[Path, Field(default_factory=lambda: data_folder("model_configs"))]
+    """The folder with the detectors' calibrations."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Other than loopback needs ``api_key_hashes``."""
+
+    port: Annotated[int, Field(ge=1, le=65535)] = 8080
+    """Port to listen on."""
+
+    api_key_hashes: Annotated[tuple[str, ...], NoDecode] = ()
+    """SHA-256, in hex, of every accepted API key; several are separated by commas. Empty: no key is asked for."""
+
+    ledger: Annotated[Path, Field(default_factory=lambda: state_folder() / "ledger.jsonl")]
+    """File that gets one JSON line for each request."""
+
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+    """Longest accepted request body."""
+
+    body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest time that a client may take to send its body."""
+
+    connect_timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    """Longest time to reach vLLM."""
+
+    read_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest silence of vLLM inside one answer."""
+
+    @field_validator("upstream")
+    @classmethod
+    def _is_a_base_url(cls, value: str) -> str:
+        TypeAdapter(AnyHttpUrl).validate_python(value)
+        base = value.rstrip("/")
+        if base.endswith("/v1"):
+            raise ValueError("is the server's base URL, without /v1")
+        return base
+
+    @field_validator("api_key_hashes", mode="before")
+    @classmethod
+    def _split_at_commas(cls, value: Any) -> Any:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("api_key_hashes")
+    @classmethod
+    def _are_hashes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        hashes = tuple(one.lower() for one in value)
+        if not all(SHA256_HEX.fullmatch(one) for one in hashes):
+            # Not shown: somebody may have put the key itself here.
+            raise ValueError("each is a SHA-256 in hex, 64 digits: printf %s KEY | sha256sum")
+        return hashes
+
+    @model_validator(mode="after")
+    def _open_to_others_only_with_keys(self) -> Self:
+        if not self.api_key_hashes and not is_loopback(self.host):
+            raise ValueError(
+                f"without API keys the proxy listens on loopback only, not on {self.host}; "
+                f"set {PREFIX}API_KEY_HASHES, or host 127.0.0.1"
+            )
+        return self
+
+
+def load_settings(**given: Any) -> Settings:
+    """``Settings`` with errors for people. Values that are given win over the environment."""
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_line(one["loc"], one["msg"]) for one in error.errors(include_url=False))) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, a name or an address without port, means this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _line(location: tuple[int | str, ...], message: str) -> str:
+    name = ".".join(str(part) for part in location)
+    what = message.removeprefix("Value error, ")
+    return f"{name} ({PREFIX}{name.upper()}): {what}" if name else what
