@@ -1,8 +1,9 @@
 """vLLM's front end, in the API server or offline: specs go in resolved, readouts come out at their request.
 
 Relies on (vLLM 0.29): HfRenderer.{render_messages, render_messages_async}, safe_apply_chat_template,
-AsyncLLM.generate, OutputProcessor.{add_request, process_outputs, request_states}, RequestState.{external_req_id,
-request_index}, EngineCoreOutput.kv_transfer_params, TokensInput["prompt_token_offsets"].
+AsyncLLM.generate, InputProcessor.process_inputs, OutputProcessor.{add_request, process_outputs, request_states},
+RequestState.{external_req_id, request_index}, EngineCoreOutput.kv_transfer_params,
+TokensInput["prompt_token_offsets"].
 What belongs to one request lives in one ``RequestContext``, found through a context variable while the request is
 prepared and through its engine state afterwards. Requests without a spec run vLLM's code unchanged.
 """
@@ -21,6 +22,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from guard.mia.results import AttentionReadout, Readouts
@@ -111,6 +113,7 @@ def install() -> None:
     _wrap(HfRenderer, "render_messages", _render_messages)
     _wrap(HfRenderer, "render_messages_async", _render_messages_async)
     _wrap(AsyncLLM, "generate", _generate)
+    _wrap(InputProcessor, "process_inputs", _process_inputs)
     _wrap(OutputProcessor, "add_request", _add_request)
     _wrap(OutputProcessor, "process_outputs", _process_outputs)
 
@@ -162,17 +165,35 @@ def _locate(renderer: HfRenderer, conversation: Any, prompt: Any, params: Any) -
 def _generate(
     original: Any, engine: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
 ) -> Any:
-    extra = getattr(sampling_params, "extra_args", None)
-    if extra and "mia" in extra:
+    if _asks(sampling_params):
         context = _current.get()
         if context is None:
-            raise VLLMValidationError(
-                "vllm_xargs.mia reached the engine unseen: start vLLM with --middleware "
-                "guard.mia.server.MiaMiddleware and send the field under its plain name",
-                parameter="vllm_xargs.mia",
-            )
+            raise _unseen()
         prompt, sampling_params = prepare(context, prompt, sampling_params, request_id)
     return original(engine, prompt, sampling_params, request_id, *args, **kwargs)
+
+
+def _process_inputs(
+    original: Any, processor: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The last gate: whatever way a spec came, the engine gets it only checked and resolved."""
+    if _asks(params):
+        context = _current.get()
+        if context is None or request_id not in context.prompts:
+            raise _unseen()
+    return original(processor, request_id, prompt, params, *args, **kwargs)
+
+
+def _asks(params: Any) -> bool:
+    return "mia" in (getattr(params, "extra_args", None) or {})
+
+
+def _unseen() -> VLLMValidationError:
+    return VLLMValidationError(
+        "a mia spec reached the engine unchecked: over HTTP start vLLM with --middleware "
+        "guard.mia.server.MiaMiddleware and send vllm_xargs.mia under its plain name; offline use MiaLLM",
+        parameter="vllm_xargs.mia",
+    )
 
 
 def _add_request(original: Any, processor: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> Any:

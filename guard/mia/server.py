@@ -43,6 +43,7 @@ class MiaMiddleware:
         try:
             spec = parse_spec(request["vllm_xargs"]["mia"])
             _config(scope["app"]).check(spec)
+            _check_compatible(request)
         except SpecError as error:
             return await _send_error(send, error)
         context = RequestContext(spec)
@@ -105,6 +106,11 @@ def _config(app: Any) -> EngineConfig:
     if config is None:
         raise SpecError("this engine was started without taps (--additional-config '{\"mia\": {...}}')")
     return config
+
+
+def _check_compatible(request: dict[str, Any]) -> None:
+    if request.get("use_beam_search"):
+        raise SpecError("does not work with use_beam_search, which rewrites the request step by step")
 
 
 async def _send_error(send: Send, error: SpecError) -> None:

@@ -149,6 +149,16 @@ def test_a_span_that_matches_no_message_is_unavailable_and_says_so(engine: Engin
         assert "instruction" in got.reason
 
 
+def test_a_spec_that_came_past_the_front_door_never_reaches_the_engine(engine: Engine) -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    params = SamplingParams(max_tokens=1, extra_args={"mia": READ_ALL.to_wire()})
+    with pytest.raises(VLLMValidationError, match="unchecked"):
+        engine.llm.llm.generate("hello", params, use_tqdm=False)
+    assert engine.chat(READ_ALL)[0].readouts
+
+
 def test_what_has_no_tap_is_refused_before_the_engine(engine: Engine) -> None:
     with pytest.raises(SpecError, match="layer 3"):
         engine.chat(with_steering(layer=3))

@@ -1,4 +1,4 @@
-"""The aperture over HTTP, on the real model: readouts beside the answer in each of its three forms, errors, steering."""
+"""The aperture over HTTP, on the real model: readouts beside the answer in its three forms, errors, steering."""
 
 from __future__ import annotations
 
@@ -144,6 +144,12 @@ async def test_a_spec_spelt_so_that_it_slips_past_the_check_is_refused(engine: E
     url, headers = f"{engine.url}/v1/chat/completions", {"content-type": "application/json"}
     async with aiohttp.ClientSession() as session, session.post(url, data=raw, headers=headers) as answer:
         assert answer.status == 400
+
+
+async def test_beam_search_which_would_lose_the_steering_is_refused(engine: Engine) -> None:
+    status, _, raw = await engine.post(body(engine.steering, use_beam_search=True, n=2))
+    assert status == 400
+    assert "use_beam_search" in json.loads(raw)["error"]["message"]
 
 
 async def test_without_a_system_message_its_readout_is_unavailable_and_the_answer_comes(engine: Engine) -> None:
