@@ -1,0 +1,145 @@
+"""What is known about one request: filled by the stages, read once at its end by ledger and metrics.
+
+Owns the fields of a ledger entry and their units. Holds no text of a prompt or an answer. Never does I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from detectors.base import Score
+from guard.policy import Decision, RuleHit
+
+Outcome = Literal[
+    "completed",
+    "blocked",
+    "refused",
+    "guard_unavailable",
+    "upstream_error",
+    "upstream_unavailable",
+    "upstream_broken",
+    "client_gone",
+    "stopped",
+    "internal_error",
+]
+"""How a request ended. ``refused``: by access control or for what it says. ``guard_unavailable``: a rule that blocks
+``on_error`` got no score. ``upstream_error``: vLLM answered with an error, which was passed on. ``upstream_broken``: its
+answer ended too early. ``stopped``: the proxy was told to stop."""
+
+MAX_MODEL_CHARACTERS = 128
+
+
+@dataclass
+class RequestRecord:
+    """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds."""
+
+    request_id: str
+    route: str
+    policy: str
+    policy_hash: str
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    started_s: float = field(default_factory=time.perf_counter)
+    model: str | None = None
+    streamed: bool = False
+    scores: Mapping[str, Score] = field(default_factory=dict)
+    decision: Decision | None = None
+    outcome: Outcome = "internal_error"
+    error_code: str | None = None
+    status: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    own_s: float = 0.0
+    verdict_s: float | None = None
+    upstream_first_byte_s: float | None = None
+    upstream_s: float | None = None
+    total_s: float | None = None
+
+    @property
+    def action(self) -> str:
+        """What was decided; ``none`` when it did not come to a decision."""
+        return self.decision.action if self.decision else "none"
+
+    @property
+    def rules(self) -> list[str]:
+        """Names of the enforced rules that hit, those included that let a request pass ``on_error``."""
+        return [hit.rule for hit in self.decision.hits if hit.mode == "enforce"] if self.decision else []
+
+    def to_entry(self) -> dict[str, Any]:
+        """The ledger's line; ``ENTRY_FIELDS`` says what each field means."""
+        decision = self.decision
+        return {
+            "time": self.started_at.isoformat(timespec="milliseconds"),
+            "request_id": self.request_id,
+            "route": self.route,
+            "model": self.model[:MAX_MODEL_CHARACTERS] if self.model is not None else None,
+            "streamed": self.streamed,
+            "policy": self.policy,
+            "policy_hash": self.policy_hash,
+            "action": self.action,
+            "would": decision.would if decision else "none",
+            "rule": decision.rule if decision else None,
+            "reason": decision.reason if decision else None,
+            "rules": self.rules,
+            "hits": [_hit(hit) for hit in decision.hits] if decision else [],
+            "scores": {name: score.value for name, score in self.scores.items()},
+            "detectors": {name: _status(score) for name, score in self.scores.items()},
+            "outcome": self.outcome,
+            "error_code": self.error_code,
+            "status": self.status,
+            "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
+            "timings_ms": {
+                "total": _ms(self.total_s),
+                "own": _ms(self.own_s),
+                "verdict": _ms(self.verdict_s),
+                "upstream_first_byte": _ms(self.upstream_first_byte_s),
+                "upstream": _ms(self.upstream_s),
+            },
+        }
+
+
+ENTRY_FIELDS: Mapping[str, str] = {
+    "time": "When the request came, UTC.",
+    "request_id": "Also the response header x-request-id, and what vLLM was given.",
+    "route": "Path, or other.",
+    "model": "The model that the client named.",
+    "streamed": "Whether it asked for a stream.",
+    "policy": "Name of the policy that judged it.",
+    "policy_hash": "SHA-256 of the policy's content.",
+    "action": "allow, flag, steer or block; none when it did not come to a decision.",
+    "would": "The action if shadow rules were enforced too.",
+    "rule": "The rule that decided.",
+    "reason": "Its condition, with the scores.",
+    "rules": "All enforced rules that hit.",
+    "hits": "All rules that hit, shadow rules too, each with its reason.",
+    "scores": "Score of each detector; null when there is none.",
+    "detectors": "scored, or unavailable and why.",
+    "outcome": "How the request ended.",
+    "error_code": "error.code of the proxy's own error answer.",
+    "status": "HTTP status that was sent; null when none was.",
+    "tokens": "Tokens of prompt and answer as far as known.",
+    "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the decision; "
+    "upstream_first_byte; upstream: until its answer ended.",
+}
+"""Each field of a ledger entry and what it means."""
+
+
+def _hit(hit: RuleHit) -> dict[str, Any]:
+    return {
+        "rule": hit.rule,
+        "action": hit.action,
+        "mode": hit.mode,
+        "on_error": hit.on_error,
+        "reason": hit.reason,
+    }
+
+
+def _status(score: Score) -> str:
+    return score.status if score.status == "scored" else f"{score.status}: {score.reason}"
+
+
+def _ms(duration_s: float | None) -> float | None:
+    return None if duration_s is None else round(duration_s * 1000, 3)
