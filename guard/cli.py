@@ -27,12 +27,18 @@ VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 Model = Annotated[str, typer.Option(help="Short name (see: guard model list), folder, or Hugging Face name.")]
 PolicyFile = Annotated[
-    Path | None, typer.Option(help="Policy file; the default one that ships with the guard if not given.")
+    Path | None,
+    typer.Option(envvar="GUARD_POLICY", help="Policy file; the default one that ships with the guard if not given."),
 ]
-Host = Annotated[str, typer.Option(help="Address that the proxy listens on; other than loopback needs API keys.")]
-Port = Annotated[int, typer.Option(help="Port that the proxy listens on.")]
+Host = Annotated[
+    str,
+    typer.Option(envvar="GUARD_HOST", help="Address of the proxy; other than loopback needs API keys."),
+]
+Port = Annotated[int, typer.Option(envvar="GUARD_PORT", help="Port that the proxy listens on.")]
 EnginePort = Annotated[int, typer.Option(help="Port that vLLM listens on, on loopback only.")]
-Ledger = Annotated[Path | None, typer.Option(help="File that gets one JSON line for each request.")]
+Ledger = Annotated[
+    Path | None, typer.Option(envvar="GUARD_LEDGER", help="File that gets one JSON line for each request.")
+]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Let vLLM compile the model: a slow start, faster answers.")]
 
 

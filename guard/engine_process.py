@@ -30,6 +30,7 @@ POLL_INTERVAL_S = 0.5
 STOP_POLL_INTERVAL_S = 0.05
 STOP_PATIENCE_S = 15.0
 TAIL_LINES = 12
+MAX_ERRORS = 3
 CPU_KV_CACHE_GIB = "2"
 DEFAULT_MAX_MODEL_LEN = 4096
 _PR_SET_PDEATHSIG = 1
@@ -77,7 +78,7 @@ def engine_command(
     arguments += ["--model", model.path, "--served-model-name", model.served_name]
     arguments += ["--host", LOOPBACK, "--port", str(port), "--max-model-len", str(DEFAULT_MAX_MODEL_LEN)]
     arguments += ["--additional-config", '{"mia": ' + config.model_dump_json() + "}"]
-    arguments += ["--middleware", "guard.mia.server.MiaMiddleware"]
+    arguments += ["--middleware", "guard.mia.server.MiaMiddleware", "--disable-uvicorn-access-log"]
     if build == "cpu":
         arguments += ["--dtype", "float32"]
     if not compiled:
@@ -177,12 +178,19 @@ def read_tail(log_file: Path, size_bytes: int = 64 * 1024) -> str:
 
 
 def explain_end(exit_code: int | None, log_text: str, log_file: Path) -> str:
-    """Pure part of ``EngineProcess.obituary``. The first error in the log says more than the last line."""
+    """Pure part of ``EngineProcess.obituary``. The first errors in the log say more than its last lines."""
     lines = [line for line in log_text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line) and "WARNING" not in line]
     hints = [f"-> {hint}" for pattern, hint in _HINTS if pattern in log_text]
-    shown = errors[:3] or lines[-TAIL_LINES:]
-    return "\n".join([f"the engine ended (exit code {exit_code})", *shown, *hints, f"its whole log: {log_file}"])
+    if exit_code is not None and exit_code < 0:
+        what = f"was killed by {signal.Signals(-exit_code).name}"
+        shown = errors[:MAX_ERRORS]
+        if exit_code == -signal.SIGKILL:
+            hints.append("-> if nobody did that, the machine ran out of memory")
+    else:
+        what = f"ended with exit code {exit_code}"
+        shown = errors[:MAX_ERRORS] or lines[-TAIL_LINES:]
+    return "\n".join([f"the engine {what}", *shown, *hints, f"its whole log: {log_file}"])
 
 
 def _end_with_parent() -> None:

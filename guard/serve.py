@@ -24,7 +24,7 @@ from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, bind, build_detectors, load_policy
 from guard.proxy.app import create_app
 from guard.proxy_server import StartError, listening_socket, serving
-from guard.settings import Settings
+from guard.settings import SettingsError, load_settings
 from guard.supervisor import running_engine
 from guard.terminal import pull_with_progress, say, tick_printer
 
@@ -107,7 +107,7 @@ def run_until_signal(work: Coroutine[object, object, int]) -> int:
 
     try:
         return asyncio.run(guarded())
-    except (StartError, EngineError, ModelError, PolicyError) as error:
+    except (StartError, EngineError, ModelError, PolicyError, SettingsError) as error:
         say(f"guard: {error}")
         return 1
 
@@ -143,7 +143,7 @@ def default_ledger() -> Path:
 def proxy_app(options: ProxyOptions) -> FastAPI:
     """The proxy's application for these options; everything else is ``guard.settings``' own (environment, defaults)."""
     model = resolve_model(options.model)
-    settings = Settings(
+    settings = load_settings(
         upstream=options.upstream,
         policy=options.policy or default_policy(),
         config_key=model.config_key,

@@ -22,7 +22,7 @@ console = Console(stderr=True, highlight=False)
 
 
 def say(text: str) -> None:
-    console.print(text, markup=False)
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def pull_with_progress(alias: str, wheel: Path | None = None) -> Path:

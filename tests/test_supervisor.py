@@ -54,7 +54,7 @@ async def test_a_killed_engine_is_explained_and_started_again(tmp_path: Path) ->
         assert engine.process.process_id != first
         assert engine.process.alive
         last = engine.process
-    assert "exit code -9" in said[0]
+    assert "was killed by SIGKILL" in said[0]
     assert not last.alive
 
 
@@ -103,4 +103,4 @@ def test_delays_double_up_to_a_limit() -> None:
 
 def test_an_end_without_an_error_shows_the_last_lines() -> None:
     text = explain_end(3, "one\n\ntwo\n", Path("/logs/engine.log"))
-    assert text.splitlines() == ["the engine ended (exit code 3)", "one", "two", "its whole log: /logs/engine.log"]
+    assert text.splitlines() == ["the engine ended with exit code 3", "one", "two", "its whole log: /logs/engine.log"]

@@ -1,0 +1,178 @@
+"""From a policy to the engine's taps, and the pair as a user runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from detectors.base import CapturePlan, Score
+from guard.engine_process import engine_command
+from guard.machine import free_port
+from guard.mia.engine_config import EngineConfig
+from guard.mia.results import Readout
+from guard.mia.spec import AttentionCapture, HiddenCapture
+from guard.models import ResolvedModel
+from guard.policy import bind, load_policy
+from guard.proxy_server import StartError, listening_socket
+from guard.serve import engine_config_for, run_until_signal
+from tests.conftest import RunningPair
+
+POLICY = """
+version: 1
+name: test
+detectors:
+  a: {kind: probe}
+  b: {kind: attention_tracker}
+rules:
+  - {name: one, when: {detector: a, at_least: 0.5}, action: block}
+  - {name: two, when: {detector: b, at_least: 0.5}, action: steer,
+     steer: [{vector: calm, layer: 7, coefficient: 2.0}, {vector: calm, layer: 3, coefficient: 1.0}]}
+"""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A detector that only plans."""
+
+    captures: CapturePlan
+    kind: str = "planned"
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+
+    def plan(self) -> CapturePlan:
+        return self.captures
+
+    def score(self, readouts: Mapping[str, Readout]) -> Score:
+        return Score("unavailable", reason="it only plans")
+
+
+def planned_detectors() -> dict[str, Planned]:
+    attention = AttentionCapture(heads=((5, 1), (2, 0)), spans=("data",))
+    return {
+        "a": Planned(CapturePlan(hidden={"x": HiddenCapture(layer=15), "y": HiddenCapture(layer=9)})),
+        "b": Planned(CapturePlan(attention={"m": attention}, spans={"data": ("user",)})),
+    }
+
+
+def test_the_engine_gets_taps_for_what_the_policy_reads_and_steers_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm", "unused"})
+    assert engine_config_for(bound, tmp_path) == EngineConfig(
+        hidden_layers=(9, 15),
+        attention_heads=((2, 0), (5, 1)),
+        steering_layers=(3, 7),
+        steering_vectors=("calm",),
+        steering_folder=tmp_path,
+    )
+
+
+def test_the_engine_accepts_every_request_that_the_policy_makes(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})
+    engine_config_for(bound, tmp_path).check(bound.spec)
+
+
+def test_a_policy_without_detectors_needs_no_taps(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text("{version: 1, name: empty}")
+    assert engine_config_for(bind(load_policy(tmp_path / "policy.yaml"), {}), tmp_path) == EngineConfig()
+
+
+def test_vllm_listens_on_loopback_and_the_callers_arguments_come_last(tmp_path: Path) -> None:
+    model = ResolvedModel(str(tmp_path), "served", "key")
+    config = EngineConfig(hidden_layers=(3,))
+    extra = ("--max-model-len", "512")
+    command = engine_command(model, config, port=1234, log_file=tmp_path / "log", extra_arguments=extra)
+    arguments = list(command.arguments)
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+    assert arguments[-2:] == list(extra)
+    taps = json.loads(arguments[arguments.index("--additional-config") + 1])
+    assert EngineConfig.model_validate(taps["mia"]) == config
+    assert command.environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_variables_of_the_caller_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    model = ResolvedModel(str(tmp_path), "served", "key")
+    command = engine_command(model, EngineConfig(), port=1234, log_file=tmp_path / "log")
+    assert "HF_HUB_OFFLINE" not in command.environment
+
+
+def test_a_taken_port_is_refused_with_the_option_that_changes_it() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(StartError, match="--port"),
+        listening_socket("127.0.0.1", taken.getsockname()[1]),
+    ):
+        pytest.fail("two servers would share a port")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_context_managers_end_what_they_started(number: signal.Signals) -> None:
+    ended: list[str] = []
+
+    async def work() -> int:
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(30)
+            return 1
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("cleanly")
+
+    assert run_until_signal(work()) == 0
+    assert ended == ["cleanly"]
+
+
+def test_a_broken_policy_is_refused_at_once_with_file_and_line(tmp_path: Path) -> None:
+    policy = tmp_path / "broken.yaml"
+    policy.write_text("version: 1\nname: broken\nmod: enforce\n")
+    command = [sys.executable, "-m", "guard", "serve", "--policy", str(policy), "--port", str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"{policy}:3: mod: " in done.stderr.replace("\n", "")
+
+
+def post(url: str, body: object) -> tuple[int, dict[str, object]]:
+    request = urllib.request.Request(  # noqa: S310 - a loopback address
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+@pytest.mark.engine
+def test_while_vllm_is_dead_errors_have_openais_shape_and_it_comes_back_by_itself(running_pair: RunningPair) -> None:
+    body = {
+        "model": "smollm2-135m",
+        "messages": [{"role": "user", "content": "Name a colour."}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    assert post(running_pair.proxy_url, body)[0] == 200
+    (engine,) = [p for p in psutil.Process(running_pair.process.pid).children() if "vllm" in " ".join(p.cmdline())]
+    engine.kill()
+    status, answer = post(running_pair.proxy_url, body)
+    assert status in (502, 503)
+    assert isinstance(answer["error"], dict)
+    assert answer["error"]["code"] == "upstream_unavailable"
+    deadline_s = time.monotonic() + 180
+    while post(running_pair.proxy_url, body)[0] != 200:
+        assert time.monotonic() < deadline_s, "the engine did not come back"
+        time.sleep(1)
