@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from detectors.calibration.cli import calibrate
+
 app = typer.Typer(
     help="A guardrail that reads the model: an OpenAI-compatible proxy for vLLM.",
     no_args_is_help=True,
@@ -22,6 +24,7 @@ model_app = typer.Typer(help="Models by short name.", no_args_is_help=True)
 policy_app = typer.Typer(help="Policy files.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(policy_app, name="policy")
+app.command()(calibrate)
 
 VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
