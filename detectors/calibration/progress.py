@@ -1,0 +1,67 @@
+"""What calibration shows while it works: steps as they start, a bar while the model reads, tables at the end."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from detectors.model_config import ModelConfig, Quality
+
+
+class Reporter:
+    def __init__(self) -> None:
+        self.console = Console()
+        self.bar = Progress(
+            TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console
+        )
+        self.task = self.bar.add_task("reading", total=None, visible=False)
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def say(self, message: str) -> None:
+        self.console.print(message, highlight=False, markup=False)
+
+    def total(self, rows: int) -> None:
+        self.bar.update(self.task, total=rows, visible=True)
+
+    def advance_to(self, done: int) -> None:
+        self.bar.update(self.task, completed=done)
+
+    def show_quality(self, kind: str, config: ModelConfig) -> None:
+        if config.calibration is None:
+            return
+        table = Table("held-out rows", "benign", "attack", "AUROC [95 %]", "AUPRC", "TPR at 1 % FPR [95 %]")
+        for name, measured in ((kind, config.calibration.quality), ("text baseline", config.calibration.text_baseline)):
+            table.add_row(name, *_cells(measured))
+        self.console.print(table)
+        points = Table(f"{kind}: threshold", "at least", "false positives", "attacks caught")
+        for name, point in config.calibration.thresholds.items():
+            points.add_row(
+                name,
+                f"{point.value:.4f}",
+                f"{point.held_out_false_positives} of {point.held_out_benign}",
+                f"{point.held_out_true_positives} of {point.held_out_attack}",
+            )
+        self.console.print(points)
+
+
+def _cells(measured: Quality) -> tuple[str, ...]:
+    auroc, tpr = measured.auroc_interval, measured.tpr_at_fpr_1pct_interval
+    return (
+        str(measured.benign),
+        str(measured.attack),
+        f"{measured.auroc:.3f} [{auroc.low:.3f}, {auroc.high:.3f}]",
+        f"{measured.auprc:.3f}",
+        f"{measured.tpr_at_fpr_1pct:.2f} [{tpr.low:.2f}, {tpr.high:.2f}]",
+    )

