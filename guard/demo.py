@@ -1,7 +1,7 @@
 """``guard demo``: real requests through the running pair, each shown with what the guard decided and why.
 
-Owns the requests and how they are shown. Speaks plain HTTP like any client; scores come from the ledger, as they would
-for an operator.
+Owns how they are sent and shown; what is asked is in ``guard.demo_requests``. Speaks plain HTTP like any client; scores
+come from the ledger, as they would for an operator.
 """
 
 from __future__ import annotations
@@ -19,29 +19,14 @@ from typing import Any
 import aiohttp
 from rich.text import Text
 
+from guard.demo_requests import REQUESTS, DemoRequest
 from guard.models import DEFAULT_MODEL
 from guard.serve import Pair, ServeOptions, run_until_signal, running_pair
 from guard.terminal import console, say
 
-MAX_TOKENS = 48
 LEDGER_PATIENCE_S = 5.0
 REQUEST_TIMEOUT_S = 120.0
 ACTION_STYLES = {"allow": "green", "flag": "yellow", "steer": "cyan", "block": "bold red"}
-
-
-@dataclass(frozen=True)
-class DemoRequest:
-    """One request, and what it stands for. ``system`` is what an application would set."""
-
-    title: str
-    user: str
-    system: str = "You are a helpful assistant."
-    stream: bool = False
-
-    def body(self) -> dict[str, Any]:
-        messages = [{"role": "system", "content": self.system}, {"role": "user", "content": self.user}]
-        body = {"model": DEFAULT_MODEL, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
-        return body | ({"stream": True} if self.stream else {})
 
 
 @dataclass(frozen=True)
@@ -54,11 +39,8 @@ class Outcome:
     first_byte_ms: float
     total_ms: float
     action: str
-    rules: tuple[str, ...]
+    reasons: tuple[str, ...]
     scores: Mapping[str, float]
-
-
-REQUESTS: tuple[DemoRequest, ...] = ()
 
 
 def demo(*, once: bool, port: int, engine_port: int) -> int:
@@ -97,9 +79,10 @@ async def _show(pair: Pair, number: int, request: DemoRequest) -> Outcome:
     console.print(f"\n[bold]{number}. {request.title}[/] ({mode})")
     console.print(Text(f"   user:    {_shorten(request.user)}"))
     scores = ", ".join(f"{name} {value:.3f}" for name, value in outcome.scores.items()) or "none"
-    rules = ", ".join(outcome.rules) or "none"
     verdict = Text("   verdict: ").append(outcome.action, ACTION_STYLES.get(outcome.action, ""))
-    console.print(verdict.append(f"   scores: {scores}   rules: {rules}"))
+    console.print(verdict.append(f"   scores: {scores}"))
+    for reason in outcome.reasons:
+        console.print(Text(f"   rule:    {reason}"))
     times = f"first byte after {outcome.first_byte_ms:.0f} ms, all after {outcome.total_ms:.0f} ms"
     console.print(f"   HTTP {outcome.status}, {times}")
     console.print(Text(f"   {'answer' if outcome.status == 200 else 'error'}:  {_shorten(outcome.text)}"))
@@ -125,7 +108,7 @@ async def send(pair: Pair, request: DemoRequest) -> Outcome:
     return Outcome(
         request, answer.status, answer.text, answer.first_byte_ms, answer.total_ms,
         action=str(entry["action"]),
-        rules=tuple(entry["rules"]),
+        reasons=tuple(f"{hit['rule']} ({hit['action']}): {hit['reason']}" for hit in entry["hits"]),
         scores={name: value for name, value in entry["scores"].items() if value is not None},
     )  # fmt: skip
 
@@ -163,14 +146,14 @@ async def _ledger_entry(ledger: Path, request_id: str) -> dict[str, Any]:
     """The request's line. It is written just after the answer, so wait for it a little."""
     async with asyncio.timeout(LEDGER_PATIENCE_S):
         while True:
-            for line in _lines(ledger):
+            for line in whole_lines(ledger):
                 entry: dict[str, Any] = json.loads(line)
                 if entry["request_id"] == request_id:
                     return entry
             await asyncio.sleep(0.02)
 
 
-def _lines(ledger: Path) -> list[str]:
+def whole_lines(ledger: Path) -> list[str]:
     """Whole lines only: the last one may be half written."""
     with contextlib.suppress(FileNotFoundError):
         return [line for line in ledger.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

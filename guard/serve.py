@@ -62,10 +62,12 @@ class Pair:
     engine_url: str
     proxy_url: str
     ledger: Path
-    server: asyncio.Task[None]
+    server: asyncio.Task[None] | None = None
+    """The proxy's server when it runs in this process."""
 
     async def wait_ended(self) -> None:
-        await asyncio.shield(self.server)
+        if self.server is not None:
+            await asyncio.shield(self.server)
 
 
 def serve(options: ServeOptions) -> int:
