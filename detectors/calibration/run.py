@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from detectors.attention_tracker import AttentionTrackerConfig
 from detectors.attention_tracker import Params as TrackerParams
-from detectors.calibration.baseline import baseline_scores
+from detectors.calibration.baseline import baseline_scores, fit_baseline
 from detectors.calibration.features import Features, read_features
 from detectors.calibration.fit_probe import TrainingRows, fit_probe
 from detectors.calibration.fit_tracker import fit_tracker, tracker_scores
@@ -62,6 +62,10 @@ class _Data:
         return _Data([self.rows[i] for i in index], features, self.labels[index])
 
     @property
+    def texts(self) -> list[str]:
+        return [row.text for row in self.rows]
+
+    @property
     def groups(self) -> list[str]:
         return [row.group for row in self.rows]
 
@@ -84,10 +88,8 @@ def fit_detectors(
     data = _Data(rows, features, np.array([row.label == "attack" for row in rows], dtype=np.int64))
     train, validation, held_out = (data.part(split) for split in ("train", "validation", "held_out"))
     say("fitting the text baseline")
-    texts = [row.text for row in held_out.rows]
-    baseline = _quality(
-        baseline_scores([row.text for row in train.rows], train.labels, train.groups, texts, job.seed), held_out, job
-    )
+    model = fit_baseline(train.texts, train.labels, validation.texts, validation.labels)
+    baseline = _quality(baseline_scores(model, held_out.texts), held_out, job)
     configs: dict[str, ModelConfig] = {}
     weights = None
     if "attention_tracker" in job.kinds:
@@ -113,7 +115,7 @@ def fit_detectors(
                 WEIGHT: probe.linear.weight.astype(np.float32),
                 BIAS: np.array([probe.linear.bias], dtype=np.float32),
             },
-            metadata={"model": job.config_key, "layers": ",".join(map(str, probe.layers))},
+            metadata={"model": job.config_key},  # one entry: the format keeps several in no fixed order
         )
         configs["probe"] = ProbeConfig(
             model_info=_model_info(job),
