@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -140,10 +140,13 @@ def policy_lint(
 ) -> None:
     """Check policy files; every error names file, line and field. Exit code 1 when any cannot be used."""
     from guard.data import data_folder
-    from guard.models import resolve_model
+    from guard.models import ModelError, resolve_model
     from guard.policy.lint import lint
 
-    config_key = resolve_model(model).config_key if model else None
+    try:
+        config_key = resolve_model(model).config_key if model else None
+    except ModelError as error:
+        _fail(str(error))
     _exit(lint(files, typer.echo, config_key=config_key, model_configs=data_folder("model_configs")))
 
 
@@ -172,10 +175,10 @@ def model_list() -> None:
         typer.echo(f"{source.alias:<16} {source.name:<24} {source.licence:<12} {where}")
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     typer.echo(f"guard: {message}", err=True)
     _exit(1)
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     raise typer.Exit(code)

@@ -1,0 +1,66 @@
+"""The first pages tell the truth: links lead somewhere, commands exist, the example policy loads."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import guard
+from guard.cli import app
+from guard.policy import load_policy
+
+CHECKOUT = Path(__file__).parent.parent
+PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md")])
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
+def test_commands_of_the_guard_that_pages_name_exist(page: Path) -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    named = set(re.findall(r"(?:^|`|/)guard ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert named <= known
+
+
+def test_targets_of_make_that_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE)}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_policy_in_the_readme_is_a_policy(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "readme.yaml").write_text(text)
+    assert [rule.action for rule in load_policy(tmp_path / "readme.yaml").policy.rules] == ["block", "steer"]
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    declared = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.findall(r"^## (\d+\.\d+\.\d+)", (CHECKOUT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert guard.__version__ == declared == newest
+
+
+@pytest.mark.engine
+def test_the_python_example_in_the_readme_prints_what_it_should(
+    proxy_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(program.replace("http://127.0.0.1:8080", proxy_url), {})  # noqa: S102 - our own page
+    assert capsys.readouterr().out.splitlines() == [
+        "allow The capital of France is Paris.",
+        "content_filter injection",
+    ]
