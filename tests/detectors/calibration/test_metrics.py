@@ -1,0 +1,79 @@
+"""Measures with counts: budgets are kept, intervals cover, known cases give known numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detectors.calibration.metrics import (
+    balanced_threshold,
+    clopper_pearson,
+    quality,
+    threshold_for_fpr,
+    thresholds,
+    tpr_at_fpr,
+)
+
+SCORES = st.lists(st.floats(0, 1), min_size=2, max_size=300).map(np.array)
+
+
+@given(SCORES, st.sampled_from([0.001, 0.01, 0.05, 0.5]))
+def test_a_threshold_never_exceeds_its_budget(benign: np.ndarray, budget: float) -> None:
+    assert np.mean(benign >= threshold_for_fpr(benign, budget)) <= budget
+
+
+def test_a_threshold_uses_the_whole_budget_when_scores_differ() -> None:
+    benign = np.linspace(0, 1, 200)
+    assert (benign >= threshold_for_fpr(benign, 0.05)).sum() == 10
+
+
+def test_the_balanced_threshold_separates_what_can_be_separated() -> None:
+    scores, labels = np.array([0.1, 0.2, 0.7, 0.8]), np.array([0, 0, 1, 1])
+    assert 0.2 < balanced_threshold(scores, labels) <= 0.7
+
+
+def test_tpr_counts_attacks_above_what_benign_rows_allow() -> None:
+    scores = np.array([*np.linspace(0, 0.5, 100), 0.6, 0.6, 0.1, 0.4])
+    labels = np.array([0] * 100 + [1] * 4)
+    assert tpr_at_fpr(scores, labels, 0.01) == 0.5
+
+
+@pytest.mark.parametrize(("hits", "total", "low", "high"), [(0, 100, 0.0, 0.0362), (1, 100, 0.0003, 0.0545)])
+def test_exact_intervals_are_those_of_the_textbook(hits: int, total: int, low: float, high: float) -> None:
+    interval = clopper_pearson(hits, total)
+    assert interval.low == pytest.approx(low, abs=1e-4)
+    assert interval.high == pytest.approx(high, abs=1e-4)
+
+
+def test_quality_reports_counts_intervals_and_sources() -> None:
+    generator = np.random.default_rng(0)
+    labels = np.repeat([0, 1], 100)
+    scores = labels + generator.normal(size=200)
+    found = quality(scores, labels, [str(i // 2) for i in range(200)], ["a", "b"] * 100, seed=0)
+    assert (found.benign, found.attack) == (100, 100)
+    assert found.auroc_interval.low < found.auroc < found.auroc_interval.high
+    assert found.auroc_by_source.keys() == {"a", "b"}
+
+
+def test_rows_of_one_group_count_as_one_in_the_interval() -> None:
+    labels = np.repeat([0, 1], 60)
+    scores = labels * 0.8 + np.random.default_rng(1).normal(size=120)
+    alone = quality(scores, labels, [str(i) for i in range(120)], ["a"] * 120, seed=0).auroc_interval
+    tens = np.repeat(np.arange(12), 10)
+    grouped_scores = labels * 0.8 + np.random.default_rng(1).normal(size=12)[tens]
+    grouped = quality(grouped_scores, labels, [str(g) for g in tens], ["a"] * 120, seed=0).auroc_interval
+    assert grouped.high - grouped.low > alone.high - alone.low
+
+
+def test_named_thresholds_say_what_they_did_on_held_out_rows() -> None:
+    labels = np.repeat([0, 1], 100)
+    validation = np.concatenate([np.linspace(0, 0.5, 100), np.linspace(0.4, 1, 100)])
+    held_out = np.concatenate([np.linspace(0, 0.6, 100), np.linspace(0.4, 1, 100)])
+    named = thresholds((validation, labels), (held_out, labels))
+    assert named.keys() == {"fpr_1pct", "fpr_5pct", "balanced"}
+    strict = named["fpr_1pct"]
+    assert strict.validation_false_positives == 1
+    assert strict.held_out_false_positives == int((held_out[:100] >= strict.value).sum()) > 1
+    assert strict.held_out_fpr_interval.low < strict.held_out_false_positives / 100 < strict.held_out_fpr_interval.high

@@ -1,0 +1,71 @@
+"""The rows that calibration reads: no idea crosses splits, nothing but the text tells attacks from benign rows."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+
+from detectors.calibration.rows import Row, default_rows, rows_hash
+from detectors.calibration.sources import own_documents, own_frames, spikee_instructions
+from detectors.calibration.split import SPLITS
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return default_rows(seed=0)
+
+
+def test_no_group_is_in_two_splits(rows: list[Row]) -> None:
+    splits = defaultdict(set)
+    for row in rows:
+        splits[row.group].add(row.split)
+    assert [group for group, where in splits.items() if len(where) > 1] == []
+
+
+@pytest.mark.parametrize("what", ["documents", "instructions"])
+def test_no_building_block_of_an_attack_is_in_two_splits(rows: list[Row], what: str) -> None:
+    blocks = own_documents() if what == "documents" else spikee_instructions()
+    seen = 0
+    for block in blocks:
+        needle = block.text.split("\n")[0]
+        found = {row.split for row in rows if needle in row.text and row.source != "bastioncorpus"}
+        assert len(found) <= 1, block.id
+        seen += len(found)
+    assert seen > len(blocks) / 2
+
+
+def test_every_split_has_rows_of_both_labels_from_every_source_that_has_both(rows: list[Row]) -> None:
+    counts = Counter((row.source, row.split, row.label) for row in rows)
+    for split in SPLITS:
+        for label in ("benign", "attack"):
+            assert counts["bastioncorpus", split, label] >= 15
+        assert sum(counts[source, split, "benign"] for source in ("own", "spikee", "bastioncorpus")) >= 150
+
+
+def test_surroundings_are_spread_over_both_labels_alike(rows: list[Row]) -> None:
+    systems = {label: Counter[str]() for label in ("benign", "attack")}
+    openings = {label: 0 for label in ("benign", "attack")}
+    for row in rows:
+        systems[row.label][row.messages[0]["content"]] += 1
+        openings[row.label] += len(row.messages) > 2
+    totals = Counter(row.label for row in rows)
+    for text in own_frames().systems:
+        shares = [systems[label][text] / totals[label] for label in systems]
+        assert abs(shares[0] - shares[1]) < 0.06
+    assert abs(openings["benign"] / totals["benign"] - openings["attack"] / totals["attack"]) < 0.08
+
+
+def test_conversations_end_with_the_untrusted_text_and_hold_no_placeholder(rows: list[Row]) -> None:
+    for row in rows:
+        assert row.messages[0]["role"] == "system"
+        assert row.messages[-1] == {"role": "user", "content": row.text}
+        assert "<INSTRUCTION>" not in row.text
+        assert "{text}" not in row.text
+        assert "{canary}" not in row.text
+
+
+def test_ids_are_unique_and_the_seed_alone_decides(rows: list[Row]) -> None:
+    assert len({row.id for row in rows}) == len(rows)
+    assert rows_hash(default_rows(seed=0)) == rows_hash(rows)
+    assert rows_hash(default_rows(seed=1)) != rows_hash(rows)

@@ -1,0 +1,119 @@
+"""Calibration from rows and features to files, on synthetic features with a planted layer, direction and head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from detectors.attention_tracker import AttentionTracker
+from detectors.calibration.features import Features
+from detectors.calibration.rows import Row, default_rows
+from detectors.calibration.run import Job, Result, fit_detectors, write
+from detectors.probe import Probe
+from detectors.registry import build_detector
+from guard.mia.results import HiddenReadout
+
+LAYER, DIRECTION, HEAD = 3, 5, (2, 1)
+"""Where attacks show: one component at one layer, and one head that looks away from the instruction."""
+
+LAYERS = (1, 2, 3, 4)
+HEADS = tuple((layer, head) for layer in LAYERS for head in range(3))
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return default_rows(seed=0)[::2]
+
+
+@pytest.fixture(scope="module")
+def features(rows: list[Row]) -> Features:
+    generator = np.random.default_rng(0)
+    attack = np.array([row.label == "attack" for row in rows])
+    hidden = generator.normal(size=(len(rows), len(LAYERS), 16)).astype(np.float32)
+    hidden[:, LAYERS.index(LAYER), DIRECTION] += 4.0 * attack
+    mass = generator.uniform(0.2, 0.4, size=(len(rows), len(HEADS), 2)).astype(np.float32)
+    mass[attack, HEADS.index(HEAD), 0] *= 0.2
+    return Features(LAYERS, HEADS, hidden, mass)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    model = tmp_path_factory.mktemp("model")
+    (model / "model.safetensors").write_bytes(b"weights")
+    return Job(model, "tiny", "tiny", ("attention_tracker", "probe"), 0, "guard calibrate")
+
+
+@pytest.fixture(scope="module")
+def result(job: Job, rows: list[Row], features: Features) -> Result:
+    return fit_detectors(job, rows, features)
+
+
+@pytest.fixture(scope="module")
+def written(result: Result, job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model_configs")
+    paths = write(result, job, out)
+    assert {path.relative_to(out).as_posix() for path in paths} == {
+        "attention_tracker/tiny.json",
+        "probe/tiny.json",
+        "probe/tiny.safetensors",
+    }
+    return out
+
+
+def test_the_probe_finds_the_planted_layer_and_direction(written: Path) -> None:
+    probe = Probe.load(written / "probe" / "tiny.json")
+    assert LAYER in probe.config.params.layers
+    start = probe.config.params.layers.index(LAYER) * 16
+    assert np.argmax(np.abs(probe.weight)) == start + DIRECTION
+
+
+def test_the_tracker_finds_the_planted_head(written: Path) -> None:
+    tracker = AttentionTracker.load(written / "attention_tracker" / "tiny.json")
+    assert tracker.heads == (HEAD,)
+
+
+def test_the_written_probe_scores_held_out_rows_as_its_file_says(
+    written: Path, rows: list[Row], features: Features
+) -> None:
+    probe = build_detector("probe", written / "probe" / "tiny.json")
+    assert isinstance(probe, Probe)
+    assert probe.config.calibration is not None
+    point = probe.config.calibration.thresholds["fpr_1pct"]
+    hits = {"benign": 0, "attack": 0}
+    for i, row in enumerate(rows):
+        if row.split == "held_out":
+            readouts = {
+                f"layer{layer}": HiddenReadout("complete", layer, values=features.hidden[i, LAYERS.index(layer)])
+                for layer in probe.config.params.layers
+            }
+            value = probe.score(readouts).value
+            assert value is not None
+            hits[row.label] += value >= point.value
+    assert hits == {"benign": point.held_out_false_positives, "attack": point.held_out_true_positives}
+
+
+def test_the_files_say_how_they_came_about(result: Result, rows: list[Row]) -> None:
+    for config in result.configs.values():
+        calibration = config.calibration
+        assert calibration is not None
+        assert calibration.quality.auroc > 0.9
+        assert calibration.quality.benign == sum(r.split == "held_out" and r.label == "benign" for r in rows)
+        assert {source.name for source in calibration.data} == {"bastioncorpus", "own", "spikee"}
+        assert sum(n for s in calibration.data for split in s.rows.values() for n in split.values()) == len(rows)
+        assert calibration.choices
+
+
+def test_the_same_input_gives_the_same_files(result: Result, job: Job, rows: list[Row], features: Features) -> None:
+    again = fit_detectors(job, rows, features)
+    assert again.weights == result.weights
+    assert again.configs == result.configs
+
+
+def test_features_without_a_signal_give_a_probe_that_says_so(job: Job, rows: list[Row], features: Features) -> None:
+    noise = np.random.default_rng(1).normal(size=features.hidden.shape).astype(np.float32)
+    blind = Features(features.layers, features.heads, noise, features.mass)
+    config = fit_detectors(Job(job.model, "tiny", "tiny", ("probe",), 0, ""), rows, blind).configs["probe"]
+    assert config.calibration is not None
+    assert 0.3 < config.calibration.quality.auroc < 0.7
