@@ -81,6 +81,8 @@ def engine_command(
     arguments += ["--middleware", "guard.mia.server.MiaMiddleware", "--disable-uvicorn-access-log"]
     if build == "cpu":
         arguments += ["--dtype", "float32"]
+    else:
+        arguments.append("--no-async-scheduling")  # the V1 adapter reads a step's results before the next begins
     if not compiled:
         arguments.append("--enforce-eager")
     environment = _environment(build, local=Path(model.path).is_dir())
@@ -89,7 +91,8 @@ def engine_command(
 
 def _environment(build: VllmBuild, *, local: bool) -> dict[str, str]:
     """Defaults that the caller's own variables override."""
-    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    # Names our plugin alone: other plugins of this environment stay out of the engine, and its routes are added.
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_PLUGINS": "mia"}
     if local:
         wanted["HF_HUB_OFFLINE"] = "1"
     if build == "cpu":

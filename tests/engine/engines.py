@@ -17,7 +17,11 @@ DEFAULTS = {
     "max_model_len": 512,
     "kv_cache_memory_bytes": 2**26,
     "dtype": "float32",
+    "async_scheduling": False,
 }
+
+# The V1 runner is the one that the adapter knows; the CPU build has no other, on CUDA it must be asked for.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 @contextmanager
@@ -25,7 +29,7 @@ def in_process() -> Iterator[None]:
     """Engines made inside run in this process; what they leave behind is cleaned up at the end."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    with patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+    with patch.dict(os.environ, ENVIRONMENT):
         try:
             yield
         finally:
