@@ -125,7 +125,9 @@ def refuse_unsupported(config: VllmConfig) -> None:
 def install() -> None:
     """Wrap the runner's and the scheduler's methods. Safe to call once per process, before any engine exists."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
+    _wrap(GPUModelRunnerV2, "load_model", _refuse_v2)
     for runner_class in (GPUModelRunner, CPUModelRunner):
         _wrap(runner_class, "load_model", _load_model)
     _wrap(GPUModelRunner, "_update_states", _update_states)
@@ -149,6 +151,16 @@ def _load_model(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any
     config = configured(runner.vllm_config.additional_config)
     if config is not None and getattr(runner, ADAPTER_ATTRIBUTE, None) is None:
         setattr(runner, ADAPTER_ATTRIBUTE, V1Adapter(runner, config))
+
+
+def _refuse_v2(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Without this, taps that were asked for would silently not be there."""
+    if configured(runner.vllm_config.additional_config) is not None:
+        raise UnsupportedModelError(
+            "mia has no adapter for vLLM's V2 model runner yet: set VLLM_USE_V2_MODEL_RUNNER=0 and add "
+            "--enforce-eager --no-async-scheduling"
+        )
+    original(runner, *args, **kwargs)
 
 
 def _update_states(original: Any, runner: GPUModelRunner, scheduled: SchedulerOutput) -> Any:
