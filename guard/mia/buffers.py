@@ -44,6 +44,10 @@ class GatherTap:
     def clear(self) -> None:
         self.count.zero_()
 
+    @property
+    def capacity(self) -> int:
+        return len(self.rows)
+
 
 @dataclass
 class SteerTap:
@@ -129,9 +133,10 @@ class TapBuffers:
         """``shapes`` has an entry for each attention layer of ``config``; ``bank`` is ``[vectors, hidden_size]``."""
         device = bank.device
         layers = sorted({layer for layer, _ in config.attention_heads})
+        hidden_rows = config.max_hidden_rows_per_step or limits.requests
         return cls(
             hidden={
-                n: GatherTap.allocate(limits.requests, hidden_size, dtype, device) for n in sorted(config.hidden_layers)
+                n: GatherTap.allocate(hidden_rows, hidden_size, dtype, device) for n in sorted(config.hidden_layers)
             },
             query={
                 n: GatherTap.allocate(limits.requests, shapes[n].query_heads * shapes[n].head_size, dtype, device)

@@ -29,8 +29,12 @@ class EngineConfig(BaseModel):
     """The operator's folder of ``NAME.safetensors`` files, each with one tensor ``vector`` of ``[hidden_size]``."""
     steering_vectors: tuple[Name, ...] = ()
     """Names of the vectors in that folder that requests may use; all are loaded at start."""
-    max_key_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
-    """Host memory for the keys of prompts whose attention is being read. Requests beyond it get ``dropped``."""
+    max_hidden_rows_per_step: Annotated[int | None, Field(ge=1)] = None
+    """Rows of the residual stream that one step may copy, per layer; a capture beyond it gets ``dropped``. None: one
+    for each request in a step, which is enough for last prompt tokens and generated ones."""
+    max_host_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
+    """Host memory for what is gathered of prompts until they are read to the end: keys for attention, rows of the
+    residual stream. Captures beyond it get ``dropped``."""
 
     def check(self, spec: MiaSpec) -> None:
         """Raise ``SpecError`` when ``spec`` asks for something that this engine has no tap for."""

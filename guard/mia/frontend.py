@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from guard.mia.results import AttentionReadout, Readouts
+from guard.mia.results import AttentionReadout, Readout, Readouts, RowsReadout, join_rows, rows_from_wire
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec
 from guard.mia.spec import MiaSpec, TokenRanges
 
@@ -35,17 +35,22 @@ class PreparedPrompt:
     """One prompt of a request, as handed to the engine: what its readouts are completed with on the way back."""
 
     index: int
+    prompt_tokens: int
     span_tokens: dict[str, tuple[tuple[int, int], ...]]
-    unavailable: dict[str, AttentionReadout]
+    unavailable: dict[str, Readout]
 
 
 @dataclass
 class RequestContext:
-    """One request's spec, what rendering found, and the readouts as they arrive."""
+    """One request's spec, what rendering found, and the readouts as they arrive.
+
+    ``grown``: rows that came so far of captures that go on through the answer, by prompt's request id and choice.
+    """
 
     spec: MiaSpec
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError("the request has no messages"))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
+    grown: dict[tuple[str, int], dict[str, list[RowsReadout]]] = field(default_factory=dict)
     pending: list[Readouts] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -83,23 +88,27 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
     spec = resolved.spec
     context.prompts[request_id] = PreparedPrompt(
         index=len(context.prompts),
+        prompt_tokens=len(ids),
         span_tokens={name: span.tokens for name, span in spec.spans.items() if isinstance(span, TokenRanges)},
-        unavailable={
-            name: AttentionReadout("unavailable", context.spec.attention[name].heads, reason=reason)
-            for name, reason in resolved.unavailable.items()
-        },
+        unavailable={name: _unavailable(context.spec, name, reason) for name, reason in resolved.unavailable.items()},
     )
     if resolved.unavailable and not (spec.hidden or spec.attention):
         # Nothing is left for the engine to read, so nothing would come back from it.
         context.deliver(_complete(context, request_id, 0, Readouts({}, prompt_tokens=len(ids))))
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), "mia": spec.to_wire()}
-    if spec.attention:
-        # Keys of cached blocks were never seen by the taps.
+    if spec.attention or any(capture.whole_prompt for capture in spec.hidden.values()):
+        # Tokens of cached blocks never pass the taps.
         params.skip_reading_prefix_cache = True
     if spec.steer:
         prompt = {**prompt, "cache_salt": steering_salt(spec, prompt.get("cache_salt"))}
     return prompt, params
+
+
+def _unavailable(spec: MiaSpec, capture: str, reason: str) -> Readout:
+    if capture in spec.attention:
+        return AttentionReadout("unavailable", spec.attention[capture].heads, reason=reason)
+    return RowsReadout("unavailable", spec.hidden[capture].layer, reason=reason)
 
 
 def steering_salt(spec: MiaSpec, given: str | None) -> str:
@@ -205,16 +214,49 @@ def _add_request(original: Any, processor: OutputProcessor, request: Any, *args:
 
 
 def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    asking = []
     for output in outputs:
+        state: Any = processor.request_states.get(output.request_id)
+        context: RequestContext | None = getattr(state, "mia", None)
+        if context is not None:
+            asking.append((output.request_id, state, context))
         if output.kv_transfer_params and "mia" in output.kv_transfer_params:
             wire = output.kv_transfer_params.pop("mia")
             output.kv_transfer_params = output.kv_transfer_params or None
-            state: Any = processor.request_states.get(output.request_id)
-            context: RequestContext | None = getattr(state, "mia", None)
             if context is not None:
-                readouts = Readouts.from_wire(wire)
-                context.deliver(_complete(context, state.external_req_id, state.request_index, readouts))
-    return original(processor, outputs, *args, **kwargs)
+                _receive(context, state, wire)
+    processed = original(processor, outputs, *args, **kwargs)
+    for request_id, state, context in asking:
+        if request_id not in processor.request_states:
+            _finish(context, state)
+    return processed
+
+
+def _receive(context: RequestContext, state: Any, wire: dict[str, Any]) -> None:
+    """What one engine step gave for one choice."""
+    request_id, choice = state.external_req_id, state.request_index
+    if wire["prompt"] is not None:
+        context.deliver(_complete(context, request_id, choice, Readouts.from_wire(wire["prompt"])))
+    if wire["grown"]:
+        rows = context.grown.setdefault((request_id, choice), {})
+        for name, item in wire["grown"].items():
+            rows.setdefault(name, []).append(rows_from_wire(item))
+
+
+def _finish(context: RequestContext, state: Any) -> None:
+    """The answer has ended: what grew with it is whole."""
+    if any(capture.generates for capture in context.spec.hidden.values()):
+        request_id, choice = state.external_req_id, state.request_index
+        grown = context.grown.pop((request_id, choice), {})
+        items: dict[str, Readout] = {
+            name: join_rows(grown[name]) if name in grown else RowsReadout("complete", capture.layer)
+            for name, capture in context.spec.hidden.items()
+            if capture.generates
+        }
+        prompt = context.prompts[request_id]
+        context.deliver(
+            Readouts(items, prompt.span_tokens, prompt.prompt_tokens, prompt.index, choice_index=choice, stage="final")
+        )
 
 
 def _complete(context: RequestContext, request_id: str, choice_index: int, readouts: Readouts) -> Readouts:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from guard.mia.engine_config import EngineConfig
-from guard.mia.results import Readouts
+from guard.mia.results import Readout, Readouts
 from guard.mia.spec import MiaSpec
 
 Conversation = Sequence[dict[str, Any]]
@@ -30,6 +30,11 @@ class Answer:
     prompt_token_ids: tuple[int, ...]
     readouts: tuple[Readouts, ...]
     cumulative_logprob: float | None
+
+    @property
+    def items(self) -> dict[str, Readout]:
+        """Every readout by capture name, of all stages."""
+        return {name: item for readouts in self.readouts for name, item in readouts.items.items()}
 
 
 class MiaLLM:

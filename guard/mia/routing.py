@@ -7,15 +7,20 @@ step. Never touches vLLM: a runner hands it one ``BatchView`` a step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from guard.mia.buffers import IntArray, TapBuffers
-from guard.mia.spec import MiaSpec, Steer
+from guard.mia.buffers import GatherTap, IntArray, TapBuffers
+from guard.mia.spec import HiddenCapture, MiaSpec, SpanPositions, Steer, TokenRanges
+
+NO_ROWS = "no space for these rows in one step (max_hidden_rows_per_step)"
+NO_MEMORY = "no space for what is gathered of this prompt (max_host_bytes)"
+CACHED = "part of the prompt came from the prefix cache"
+ENDLESS = 2**31
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,16 @@ class BatchView:
     """One step's batch, complete when constructed. Tokens of request i are rows ``starts[i]:starts[i + 1]``.
 
     starts: ``[requests + 1]`` int32, host. computed: ``[requests]`` int32, host: tokens of each request that earlier
-    steps computed, so row ``starts[i] + j`` is the request's token ``computed[i] + j``.
+    steps computed, so row ``starts[i] + j`` is the request's token ``computed[i] + j``. known: ``[requests]`` int32,
+    host: tokens of prompt and answer so far; a request whose last known token is in the step samples one in it.
+    token_ids: ``[requests, at least known]`` int32, host.
     """
 
     request_ids: list[str]
     starts: npt.NDArray[np.int32]
     computed: npt.NDArray[np.int32]
+    known: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32]
 
 
 @dataclass
@@ -48,23 +57,37 @@ class KeyStore:
         return sum(keys.nbytes for keys in self.keys.values())
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Gathered rows of one capture. values: ``[len(positions), hidden_size]`` float32, host."""
+
+    positions: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float32]
+
+
 @dataclass
 class Tracked:
-    """One request that asked for something. ``keys`` is None when it reads no attention or there was no space."""
+    """One request that asked for something.
+
+    ``seen``: its tokens below this one have been through the taps, so that a re-computation after preemption delivers
+    nothing twice. ``keys`` is None when it reads no attention, or there was no space. ``rows``: what was gathered and
+    not yet sent, by capture. ``failed``: captures that cannot become complete any more, and why; ``told``: those
+    among them that go on through the answer and whose failure was sent.
+    """
 
     spec: MiaSpec
-    prompt_ids: list[int]
-    keys: KeyStore | None
-    read: bool = False
-    """Whether its prompt readouts were delivered; a re-computation after preemption delivers nothing twice."""
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt_ids)
+    prompt_len: int
+    keys: KeyStore | None = None
+    reserved_bytes: int = 0
+    seen: int = 0
+    rows: dict[str, list[Rows]] = field(default_factory=lambda: defaultdict(list))
+    failed: dict[str, str] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
 
     @property
     def captures(self) -> bool:
-        return not self.read and bool(self.spec.hidden or self.spec.attention)
+        return bool(self.spec.hidden or self.spec.attention)
 
 
 @dataclass(frozen=True)
@@ -78,58 +101,85 @@ class KeyChunk:
 
 
 @dataclass(frozen=True)
-class FinishedPrompt:
-    """Where the taps hold a last prompt token: its row in the hidden and the query tap of each layer."""
+class RowChunk:
+    """Rows from ``slot`` on of the layer's hidden tap hold the request's tokens from ``start`` on: ``token_ids``."""
 
-    hidden: dict[int, int]
-    query: dict[int, int]
+    request_id: str
+    capture: str
+    layer: int
+    slot: int
+    start: int
+    token_ids: npt.NDArray[np.int32]
 
 
 @dataclass
 class StepPlan:
-    """What to read after the step: chunks of keys, and the requests whose last prompt token was in it."""
+    """What to read after the step. ``prompts_ended``: by request, the row of its last prompt token in each layer's
+    query tap. ``sampled``: requests of which this step gives an output, on which readouts can travel."""
 
-    finishing: dict[str, FinishedPrompt] = field(default_factory=dict)
-    chunks: list[KeyChunk] = field(default_factory=list)
+    prompts_ended: dict[str, dict[int, int]] = field(default_factory=dict)
+    key_chunks: list[KeyChunk] = field(default_factory=list)
+    row_chunks: list[RowChunk] = field(default_factory=list)
+    sampled: list[str] = field(default_factory=list)
 
 
 class Router:
     """Requests in, routing entries out. ``vector_slots`` maps a steering vector's name to its row in the bank."""
 
-    def __init__(self, buffers: TapBuffers, vector_slots: dict[str, int], max_key_bytes: int) -> None:
+    def __init__(self, buffers: TapBuffers, vector_slots: dict[str, int], max_host_bytes: int) -> None:
         self._buffers = buffers
         self._vector_slots = vector_slots
-        self._max_key_bytes = max_key_bytes
-        self._key_bytes = 0
+        self._max_host_bytes = max_host_bytes
+        self._host_bytes = 0
         self._filled = False
         self.requests: dict[str, Tracked] = {}
 
-    def add(self, request_id: str, spec: MiaSpec, prompt_ids: list[int]) -> None:
-        """Start tracking. A request whose keys find no space is tracked all the same and reads ``dropped``."""
+    def add(self, request_id: str, spec: MiaSpec, prompt_len: int) -> None:
+        """Start tracking. A capture whose prompt finds no space is tracked all the same and reads ``dropped``."""
         self.remove(request_id)
-        tracked = Tracked(spec, prompt_ids, keys=None)
+        tracked = Tracked(spec, prompt_len)
         if spec.attention:
-            tracked.keys = self._reserve_keys(spec, len(prompt_ids))
+            self._reserve_keys(tracked)
+        for name, capture in spec.hidden.items():
+            self._reserve_rows(tracked, name, capture)
         self.requests[request_id] = tracked
 
     def remove(self, request_id: str) -> None:
         tracked = self.requests.pop(request_id, None)
         if tracked is not None:
-            self.release_keys(tracked)
+            self.release_prompt(tracked)
 
-    def release_keys(self, tracked: Tracked) -> None:
-        if tracked.keys is not None:
-            self._key_bytes -= tracked.keys.size_bytes
-            tracked.keys = None
+    def release_prompt(self, tracked: Tracked) -> None:
+        """Give back what was reserved for gathering the prompt."""
+        self._host_bytes -= tracked.reserved_bytes
+        tracked.reserved_bytes = 0
+        tracked.keys = None
 
-    def _reserve_keys(self, spec: MiaSpec, prompt_len: int) -> KeyStore | None:
-        layers = sorted({layer for capture in spec.attention.values() for layer, _ in capture.heads})
+    def _reserve(self, tracked: Tracked, size_bytes: int) -> bool:
+        if self._host_bytes + size_bytes > self._max_host_bytes:
+            return False
+        self._host_bytes += size_bytes
+        tracked.reserved_bytes += size_bytes
+        return True
+
+    def _reserve_keys(self, tracked: Tracked) -> None:
+        layers = sorted({layer for capture in tracked.spec.attention.values() for layer, _ in capture.heads})
         shapes = {layer: self._buffers.attention_shapes[layer] for layer in layers}
-        need_bytes = sum(4 * prompt_len * shape.key_heads * shape.head_size for shape in shapes.values())
-        if self._key_bytes + need_bytes > self._max_key_bytes:
-            return None
-        self._key_bytes += need_bytes
-        return KeyStore({n: torch.empty(prompt_len, shape.key_heads, shape.head_size) for n, shape in shapes.items()})
+        length = tracked.prompt_len
+        if self._reserve(tracked, sum(4 * length * s.key_heads * s.head_size for s in shapes.values())):
+            keys = {layer: torch.empty(length, s.key_heads, s.head_size) for layer, s in shapes.items()}
+            tracked.keys = KeyStore(keys)
+        else:
+            tracked.failed |= dict.fromkeys(tracked.spec.attention, NO_MEMORY)
+
+    def _reserve_rows(self, tracked: Tracked, name: str, capture: HiddenCapture) -> None:
+        rows = sum(
+            min(end, tracked.prompt_len) - start
+            for start, end in _intervals(capture, tracked)
+            if start < tracked.prompt_len
+        )
+        if not self._reserve(tracked, 4 * rows * self._buffers.hidden[capture.layer].out.shape[1]):
+            tracked.failed[name] = NO_MEMORY
 
     def fill(self, batch: BatchView) -> StepPlan | None:
         """Write this step's entries into the taps; None when no request in the batch asks for anything."""
@@ -144,43 +194,66 @@ class Router:
         steered: dict[int, list[_SteerRun]] = defaultdict(list)
         for i, request_id in asking:
             tracked = self.requests[request_id]
-            rows = _Rows(int(batch.starts[i]), int(batch.starts[i + 1]), int(batch.computed[i]))
+            rows = _Window(int(batch.starts[i]), int(batch.computed[i]), int(batch.starts[i + 1] - batch.starts[i]))
             if tracked.captures:
-                self._route_captures(request_id, tracked, rows, gathered, plan)
+                self._route_attention(request_id, tracked, rows, gathered, plan)
+                self._route_hidden(request_id, tracked, rows, batch.token_ids[i], gathered, plan)
+                if rows.end == batch.known[i]:
+                    plan.sampled.append(request_id)
+                tracked.seen = max(tracked.seen, rows.end)
             for steer in tracked.spec.steer:
                 if run := self._route_steer(steer, tracked.prompt_len, rows):
                     steered[steer.layer].append(run)
         self._write(gathered, steered)
         return plan
 
-    def _route_captures(
-        self, request_id: str, tracked: Tracked, rows: _Rows, gathered: _Gathered, plan: StepPlan
+    def _route_attention(
+        self, request_id: str, tracked: Tracked, rows: _Window, gathered: _Gathered, plan: StepPlan
     ) -> None:
-        last = tracked.prompt_len - 1
-        prompt_tokens = min(rows.end, rows.begin + tracked.prompt_len - rows.computed) - rows.begin
         store = tracked.keys
-        if store is not None and prompt_tokens > 0:
-            slots = gathered.key.add(store.keys, rows.begin, rows.begin + prompt_tokens)
-            plan.chunks.append(KeyChunk(request_id, slots, rows.computed, prompt_tokens))
-        if rows.holds(last):
-            row = rows.row_of(last)
-            hidden_layers = {capture.layer for capture in tracked.spec.hidden.values()}
-            plan.finishing[request_id] = FinishedPrompt(
-                hidden=gathered.hidden.add(hidden_layers, row, row + 1),
-                query=gathered.query.add(store.keys if store else (), row, row + 1),
-            )
+        prompt = rows.clip(0, tracked.prompt_len)
+        if store is not None and prompt:
+            slots = {layer: gathered.key.add(layer, prompt) for layer in store.keys}
+            plan.key_chunks.append(KeyChunk(request_id, slots, prompt.start, prompt.length))
+        last = rows.clip(max(tracked.seen, tracked.prompt_len - 1), tracked.prompt_len)
+        if last:
+            layers = store.keys if store is not None else ()
+            plan.prompts_ended[request_id] = {layer: gathered.query.add(layer, last) for layer in layers}
 
-    def _route_steer(self, steer: Steer, prompt_len: int, rows: _Rows) -> _SteerRun | None:
-        begin, end = rows.begin, rows.end
-        boundary = min(max(rows.begin + prompt_len - rows.computed, begin), end)
-        if steer.phase == "prefill":
-            end = boundary
-        elif steer.phase == "decode":
-            begin = boundary
+    def _route_hidden(
+        self,
+        request_id: str,
+        tracked: Tracked,
+        rows: _Window,
+        token_ids: npt.NDArray[np.int32],
+        gathered: _Gathered,
+        plan: StepPlan,
+    ) -> None:
+        for name, capture in tracked.spec.hidden.items():
+            if name in tracked.failed:
+                continue
+            for start, end in _intervals(capture, tracked):
+                if max(start, tracked.seen) < min(end, rows.start):
+                    tracked.failed[name] = CACHED
+                    break
+                wanted = rows.clip(max(start, tracked.seen), end)
+                if not wanted:
+                    continue
+                if not gathered.hidden.fits(capture.layer, wanted, self._buffers.hidden[capture.layer]):
+                    tracked.failed[name] = NO_ROWS
+                    break
+                slot = gathered.hidden.add(capture.layer, wanted)
+                ids = token_ids[wanted.start : wanted.end].copy()
+                plan.row_chunks.append(RowChunk(request_id, name, capture.layer, slot, wanted.start, ids))
+
+    def _route_steer(self, steer: Steer, prompt_len: int, rows: _Window) -> _SteerRun | None:
+        begin = prompt_len if steer.phase == "decode" else 0
+        end = prompt_len if steer.phase == "prefill" else ENDLESS
+        steered = rows.clip(begin, end)
         # Zero adds nothing, and leaving it out keeps the stream bit for bit.
-        if begin == end or steer.coefficient == 0.0:
+        if not steered or steer.coefficient == 0.0:
             return None
-        return _SteerRun(begin, end, self._vector_slots[steer.vector], steer.coefficient)
+        return _SteerRun(steered, self._vector_slots[steer.vector], steer.coefficient)
 
     def _write(self, gathered: _Gathered, steered: dict[int, list[_SteerRun]]) -> None:
         buffers = self._buffers
@@ -189,66 +262,95 @@ class Router:
             (gathered.query, buffers.query),
             (gathered.key, buffers.key),
         ):
-            for layer, rows in runs.by_layer.items():
-                taps[layer].fill(_aranges(rows))
+            for layer, windows in runs.by_layer.items():
+                taps[layer].fill(_rows_of(windows))
         for layer, steers in steered.items():
-            lengths = [run.end - run.begin for run in steers]
+            lengths = [run.window.length for run in steers]
             buffers.steer[layer].fill(
-                _aranges([(run.begin, run.end) for run in steers]),
+                _rows_of([run.window for run in steers]),
                 np.repeat(np.asarray([run.slot for run in steers], dtype=np.int64), lengths),
                 np.repeat(np.asarray([run.coefficient for run in steers], dtype=np.float32), lengths),
             )
         self._filled = True
 
 
+def _intervals(capture: HiddenCapture, tracked: Tracked) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of a request's tokens that a capture reads, in order and apart."""
+    positions, length = capture.positions, tracked.prompt_len
+    if isinstance(positions, SpanPositions):
+        span = tracked.spec.spans[positions.span]
+        assert isinstance(span, TokenRanges)
+        positions = span
+    if isinstance(positions, TokenRanges):
+        yield from merged(positions)
+        return
+    begin = {"last_prompt": length - 1, "prompt": 0, "generated": length, "all": 0}[positions]
+    yield begin, ENDLESS if capture.generates else length
+
+
+def merged(ranges: TokenRanges) -> list[tuple[int, int]]:
+    """The same tokens in ranges that are in order and do not overlap."""
+    out: list[tuple[int, int]] = []
+    for start, end in sorted(ranges.tokens):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((start, end))
+    return out
+
+
 @dataclass(frozen=True)
-class _Rows:
-    """One request's rows in the step, and how many of its tokens came before."""
+class _Window:
+    """Tokens ``start:start + length`` of one request, in the step's rows from ``row`` on. False when empty."""
 
-    begin: int
-    end: int
-    computed: int
+    row: int
+    start: int
+    length: int
 
-    def holds(self, token: int) -> bool:
-        return self.computed <= token < self.computed + self.end - self.begin
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
-    def row_of(self, token: int) -> int:
-        return self.begin + token - self.computed
+    def clip(self, start: int, end: int) -> _Window:
+        """The part inside ``[start, end)``."""
+        begin, stop = max(start, self.start), min(end, self.end)
+        return _Window(self.row + begin - self.start, begin, max(0, stop - begin))
+
+    def __bool__(self) -> bool:
+        return self.length > 0
 
 
 @dataclass(frozen=True)
 class _SteerRun:
-    begin: int
-    end: int
+    window: _Window
     slot: int
     coefficient: float
 
 
-@dataclass
-class _Gathered:
-    """Runs of rows to gather, by layer, in the order in which the taps will hold them."""
-
-    hidden: _Runs = field(default_factory=lambda: _Runs())
-    query: _Runs = field(default_factory=lambda: _Runs())
-    key: _Runs = field(default_factory=lambda: _Runs())
-
-
 class _Runs:
-    """``by_layer[layer]`` is a list of ``[begin, end)`` runs of rows."""
+    """Windows to gather, by layer, in the order in which the layer's tap will hold them."""
 
     def __init__(self) -> None:
-        self.by_layer: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.by_layer: dict[int, list[_Window]] = defaultdict(list)
         self._lengths: dict[int, int] = defaultdict(int)
 
-    def add(self, layers: Iterable[int], begin: int, end: int) -> dict[int, int]:
-        """Append a run to every layer's list; returns where in each layer's tap it will start."""
-        slots = {}
-        for layer in layers:
-            slots[layer] = self._lengths[layer]
-            self.by_layer[layer].append((begin, end))
-            self._lengths[layer] += end - begin
-        return slots
+    def fits(self, layer: int, window: _Window, tap: GatherTap) -> bool:
+        return self._lengths[layer] + window.length <= tap.capacity
+
+    def add(self, layer: int, window: _Window) -> int:
+        """Append; returns where in the layer's tap the window will start."""
+        slot = self._lengths[layer]
+        self.by_layer[layer].append(window)
+        self._lengths[layer] += window.length
+        return slot
 
 
-def _aranges(runs: list[tuple[int, int]]) -> IntArray:
-    return np.concatenate([np.arange(begin, end, dtype=np.int64) for begin, end in runs])
+@dataclass
+class _Gathered:
+    hidden: _Runs = field(default_factory=_Runs)
+    query: _Runs = field(default_factory=_Runs)
+    key: _Runs = field(default_factory=_Runs)
+
+
+def _rows_of(windows: Iterable[_Window]) -> IntArray:
+    return np.concatenate([np.arange(w.row, w.row + w.length, dtype=np.int64) for w in windows])

@@ -192,7 +192,8 @@ class _Answer:
         self._start = message
         if self._early:
             headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
-            await self._send_part(_line({"status": message["status"], "headers": headers}))
+            later = [one.to_wire() for one in self._context.take()]
+            await self._send_part(_line({"status": message["status"], "headers": headers, "readouts": later}))
         elif self._streams:
             await self._send(message)
 

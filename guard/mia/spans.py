@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from guard.mia.spec import SELECTOR, MiaSpec, Span, TokenRanges
+from guard.mia.spec import SELECTOR, MiaSpec, Span, SpanPositions, TokenRanges
 
 Message = dict[str, Any]
 CharRange = tuple[int, int]
@@ -150,7 +150,7 @@ def to_tokens(ranges: Sequence[CharRange], offsets: Offsets) -> tuple[tuple[int,
 def resolve(span: Span, messages: Sequence[LocatedMessage], offsets: Offsets | None, prompt_len: int) -> TokenRanges:
     """Token ranges of one span. Raises ``SpanError`` when it is empty or outside the prompt."""
     if isinstance(span, TokenRanges):
-        if span.tokens[-1][1] > prompt_len or max(end for _, end in span.tokens) > prompt_len:
+        if max(end for _, end in span.tokens) > prompt_len:
             raise SpanError(f"token ranges end beyond the prompt's {prompt_len} tokens")
         return span
     if offsets is None:
@@ -184,10 +184,21 @@ def resolve_spec(
             resolved[name] = resolve(span, located, offsets, prompt_len)
         except SpanError as error:
             failed[name] = str(error)
-    unavailable = {
-        name: "; ".join(f"span {span!r}: {failed[span]}" for span in capture.spans if span in failed)
-        for name, capture in spec.attention.items()
-        if any(span in failed for span in capture.spans)
+    needed = {name: capture.spans for name, capture in spec.attention.items()}
+    needed |= {
+        name: (capture.positions.span,)
+        for name, capture in spec.hidden.items()
+        if isinstance(capture.positions, SpanPositions)
     }
+    unavailable = {
+        name: "; ".join(f"span {span!r}: {failed[span]}" for span in spans if span in failed)
+        for name, spans in needed.items()
+        if any(span in failed for span in spans)
+    }
+    for name, capture in spec.hidden.items():
+        if isinstance(capture.positions, TokenRanges) and max(end for _, end in capture.positions.tokens) > prompt_len:
+            unavailable[name] = f"token ranges end beyond the prompt's {prompt_len} tokens"
     attention = {name: capture for name, capture in spec.attention.items() if name not in unavailable}
-    return ResolvedSpec(spec.model_copy(update={"spans": resolved, "attention": attention}), unavailable)
+    hidden = {name: capture for name, capture in spec.hidden.items() if name not in unavailable}
+    update = {"spans": resolved, "attention": attention, "hidden": hidden}
+    return ResolvedSpec(spec.model_copy(update=update), unavailable)

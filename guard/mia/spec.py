@@ -42,24 +42,6 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class HiddenCapture(_Model):
-    """The full residual stream (hidden + residual) of one token after one block.
-
-    ``layer`` is the index into transformers' ``hidden_states``: 0 the embedding, i the output of block i.
-    """
-
-    layer: Layer
-    position: Literal["last_prompt"] = "last_prompt"
-
-
-class AttentionCapture(_Model):
-    """How much attention each of ``heads`` puts, from one token, on each of ``spans`` (sum of probabilities)."""
-
-    heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=4096)]
-    spans: Annotated[tuple[Name, ...], Field(min_length=1, max_length=16)]
-    position: Literal["last_prompt"] = "last_prompt"
-
-
 class TokenRanges(_Model):
     """Token ranges of the final prompt, half open, counted from 0."""
 
@@ -72,6 +54,45 @@ class TokenRanges(_Model):
             if not 0 <= start < end:
                 raise ValueError(f"a token range is [start, end) with 0 <= start < end, not [{start}, {end})")
         return value
+
+
+class SpanPositions(_Model):
+    """Every token of a named span."""
+
+    span: Name
+
+
+Positions = Literal["last_prompt", "prompt", "generated", "all"] | TokenRanges | SpanPositions
+"""Which tokens are read: the last of the prompt, all of it, each generated one, both, token ranges of the prompt, or a
+span. The last generated token is never fed to the model, so it has no row."""
+
+
+class HiddenCapture(_Model):
+    """The full residual stream (hidden + residual) after one block, at ``positions``.
+
+    ``layer`` is the index into transformers' ``hidden_states``: i is the output of block i.
+    """
+
+    layer: Layer
+    positions: Positions = "last_prompt"
+
+    @property
+    def generates(self) -> bool:
+        """Whether rows come while the answer is generated."""
+        return self.positions in ("generated", "all")
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether it reads prompt tokens that a prefix cache would skip."""
+        return self.positions not in ("last_prompt", "generated")
+
+
+class AttentionCapture(_Model):
+    """How much attention each of ``heads`` puts, from one token, on each of ``spans`` (sum of probabilities)."""
+
+    heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=4096)]
+    spans: Annotated[tuple[Name, ...], Field(min_length=1, max_length=16)]
+    position: Literal["last_prompt"] = "last_prompt"
 
 
 Selector = Annotated[str, Field(max_length=64)]
@@ -136,6 +157,9 @@ class MiaSpec(_Model):
         for name, capture in self.attention.items():
             if missing := set(capture.spans) - self.spans.keys():
                 raise ValueError(f"attention.{name} names undefined spans: {', '.join(sorted(missing))}")
+        for name, hidden in self.hidden.items():
+            if isinstance(hidden.positions, SpanPositions) and hidden.positions.span not in self.spans:
+                raise ValueError(f"hidden.{name} names an undefined span: {hidden.positions.span}")
         for layer, vectors in Counter(steer.layer for steer in self.steer).items():
             if vectors > MAX_VECTORS_PER_LAYER:
                 raise ValueError(f"steer names {vectors} vectors at layer {layer}; at most {MAX_VECTORS_PER_LAYER}")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import Answer, MiaLLM
-from guard.mia.results import AttentionReadout, HiddenReadout
+from guard.mia.results import AttentionReadout, HiddenReadout, RowsReadout
 from guard.mia.spec import MiaSpec, SpecError, Steer
 from tests.engine import engines, oracle
 
@@ -51,6 +51,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = EngineConfig(
         hidden_layers=LAYERS,
         attention_heads=HEADS,
+        max_hidden_rows_per_step=512,
         steering_layers=(1, 2),
         steering_folder=vectors,
         steering_vectors=("push",),
@@ -93,6 +94,42 @@ def test_spans_are_the_messages_tokens(engine: Engine) -> None:
     # One token a byte: "<|start|>system\n" is 8 tokens, then the 8 bytes of "Be kind.".
     assert answer.readouts[0].span_tokens["instruction"] == ((8, 16),)
     assert answer.readouts[0].span_tokens["data"] == ((24, 24 + len("hello there")),)
+
+
+def test_rows_at_any_positions_are_the_models_own(engine: Engine) -> None:
+    captures = {
+        "all": {"layer": 2, "positions": "all"},
+        "prompt": {"layer": 3, "positions": "prompt"},
+        "generated": {"layer": 1, "positions": "generated"},
+        "span": {"layer": 2, "positions": {"span": "data"}},
+        "ranges": {"layer": 2, "positions": {"tokens": [[5, 9], [0, 2], [7, 12]]}},
+        "last": {"layer": 2},
+    }
+    spec = MiaSpec.model_validate({"spans": {"data": "user.last"}, "hidden": captures})
+    for answer in engine.chat(spec):
+        assert [readouts.stage for readouts in answer.readouts] == ["prompt", "final"]
+        # The last generated token is never fed to the model.
+        ids = answer.prompt_token_ids + answer.token_ids[:-1]
+        (truth,) = oracle.read(engine.folder, [ids])
+        length = len(answer.prompt_token_ids)
+        ((begin, end),) = answer.readouts[0].span_tokens["data"]
+        expected = {
+            "all": range(len(ids)),
+            "prompt": range(length),
+            "generated": range(length, len(ids)),
+            "span": range(begin, end),
+            "ranges": [0, 1, *range(5, 12)],
+        }
+        for name, positions in expected.items():
+            got = answer.items[name]
+            assert isinstance(got, RowsReadout)
+            assert (got.status, got.positions) == ("complete", tuple(positions))
+            assert got.token_ids == tuple(ids[p] for p in positions)
+            rows = truth.hidden[got.layer - 1][list(positions)]
+            assert np.linalg.norm(got.values - rows) <= 1e-4 * np.linalg.norm(rows)
+        last = answer.items["last"]
+        assert isinstance(last, HiddenReadout)
+        np.testing.assert_array_equal(last.values, answer.items["all"].values[length - 1])
 
 
 def test_a_steered_request_is_steered_exactly_and_its_neighbours_are_not(engine: Engine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,8 @@ from hypothesis import strategies as st
 
 from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
-from guard.mia.routing import BatchView, Router
-from guard.mia.spec import MiaSpec
+from guard.mia.routing import CACHED, NO_ROWS, BatchView, Router, StepPlan
+from guard.mia.spec import HiddenCapture, MiaSpec
 
 LAYERS = (1, 2, 3)
 VECTORS = ("a", "b")
@@ -20,29 +22,31 @@ SHAPE = AttentionShape(query_heads=2, key_heads=1, head_size=4, scale=0.5, softc
 CONFIG = EngineConfig(
     hidden_layers=LAYERS,
     attention_heads=tuple((layer, head) for layer in LAYERS for head in range(2)),
+    max_hidden_rows_per_step=512,
     steering_layers=LAYERS,
     steering_vectors=VECTORS,
 )
 
 
-def make_router(max_key_bytes: int = 10**9) -> tuple[Router, TapBuffers]:
+def make_router(max_host_bytes: int = 10**9, config: EngineConfig = CONFIG) -> tuple[Router, TapBuffers]:
     bank = torch.arange(len(VECTORS) * HIDDEN_SIZE, dtype=torch.float32).view(len(VECTORS), HIDDEN_SIZE) + 1
     buffers = TapBuffers.allocate(
-        CONFIG, HIDDEN_SIZE, dict.fromkeys(LAYERS, SHAPE), StepLimits(8, 64), bank, torch.float32
+        config, HIDDEN_SIZE, dict.fromkeys(LAYERS, SHAPE), StepLimits(8, 64), bank, torch.float32
     )
-    return Router(buffers, {name: i for i, name in enumerate(VECTORS)}, max_key_bytes), buffers
+    return Router(buffers, {name: i for i, name in enumerate(VECTORS)}, max_host_bytes), buffers
 
 
+positions = st.sampled_from(["last_prompt", "prompt", "generated", "all", {"span": "s"}, {"tokens": [[0, 1], [0, 1]]}])
 specs = st.builds(
     lambda hidden, heads, steer: MiaSpec.model_validate(
         {
             "spans": {"s": {"tokens": [[0, 1]]}},
-            "hidden": {f"h{layer}": {"layer": layer} for layer in hidden},
+            "hidden": {f"h{i}": {"layer": layer, "positions": where} for i, (layer, where) in enumerate(hidden)},
             "attention": {"a": {"heads": sorted(heads), "spans": ["s"]}} if heads else {},
             "steer": [{"vector": v, "layer": n, "coefficient": c, "phase": p} for v, n, c, p in steer],
         }
     ),
-    st.sets(st.sampled_from(LAYERS)),
+    st.lists(st.tuples(st.sampled_from(LAYERS), positions), max_size=3),
     st.sets(st.sampled_from(CONFIG.attention_heads), max_size=3),
     st.lists(
         st.tuples(
@@ -66,6 +70,27 @@ def expected_delta(spec: MiaSpec, prompt_len: int, position: int, layer: int, ba
     return delta
 
 
+def wanted_positions(capture: HiddenCapture, prompt_len: int, until: int) -> list[int]:
+    """Every token below ``until`` that a capture reads, one by one."""
+    if capture.positions == "last_prompt":
+        return [p for p in range(until) if p == prompt_len - 1]
+    if capture.positions == "prompt":
+        return [p for p in range(until) if p < prompt_len]
+    if capture.positions == "generated":
+        return [p for p in range(until) if p >= prompt_len]
+    return list(range(until)) if capture.positions == "all" else [p for p in range(until) if p == 0]
+
+
+def view(batch: list[tuple[int, int]], computed: list[int], prompt_lens: list[int]) -> BatchView:
+    starts = np.cumsum([0, *(n for _, n in batch)], dtype=np.int32)
+    before = [computed[i] for i, _ in batch]
+    known = [max(prompt_lens[i], computed[i] + n) for i, n in batch]
+    ids = np.asarray([[100 * i + p for p in range(64)] for i, _ in batch], dtype=np.int32)
+    return BatchView(
+        [f"r{i}" for i, _ in batch], starts, np.asarray(before, np.int32), np.asarray(known, np.int32), ids
+    )
+
+
 @settings(max_examples=150, deadline=None)
 @given(requests, st.lists(st.lists(st.integers(0, 5), min_size=5, max_size=5), min_size=1, max_size=6))
 def test_every_step_routes_what_a_walk_over_single_tokens_would(
@@ -73,21 +98,22 @@ def test_every_step_routes_what_a_walk_over_single_tokens_would(
 ) -> None:
     router, buffers = make_router()
     bank = buffers.steer[1].bank
+    prompt_lens = [prompt_len for _, prompt_len in asked]
     computed = [0] * len(asked)
-    read: set[int] = set()
+    gathered: dict[tuple[int, str], list[int]] = defaultdict(list)
+    ended: list[int] = []
     for i, (spec, prompt_len) in enumerate(asked):
         if spec is not None:
-            router.add(f"r{i}", spec, list(range(prompt_len)))
+            router.add(f"r{i}", spec, prompt_len)
     for step in steps:
         batch = [(i, n) for i, n in enumerate(step[: len(asked)]) if n]
         if not batch:
             continue
-        starts = np.cumsum([0, *(n for _, n in batch)], dtype=np.int32)
-        view = BatchView([f"r{i}" for i, _ in batch], starts, np.asarray([computed[i] for i, _ in batch], np.int32))
-        plan = router.fill(view)
+        seen = view(batch, computed, prompt_lens)
+        plan = router.fill(seen) or StepPlan()
 
         for layer in LAYERS:
-            stream = torch.zeros(int(starts[-1]), HIDDEN_SIZE)
+            stream = torch.zeros(int(seen.starts[-1]), HIDDEN_SIZE)
             tap = buffers.steer[layer]
             n = int(tap.count)
             stream.index_add_(0, tap.rows[:n], bank[tap.slots[:n]] * tap.coefficients[:n, None])
@@ -95,68 +121,99 @@ def test_every_step_routes_what_a_walk_over_single_tokens_would(
             for k, (i, length) in enumerate(batch):
                 spec, prompt_len = asked[i]
                 for j in range(length if spec is not None else 0):
-                    reference[starts[k] + j] = expected_delta(spec, prompt_len, computed[i] + j, layer, bank)
+                    reference[seen.starts[k] + j] = expected_delta(spec, prompt_len, computed[i] + j, layer, bank)
             torch.testing.assert_close(stream, reference)
 
-        for k, (i, length) in enumerate(batch):
-            spec, prompt_len = asked[i]
-            last = prompt_len - 1
-            ends_here = computed[i] <= last < computed[i] + length
-            wants = spec is not None and bool(spec.hidden or spec.attention)
-            assert (plan is not None and f"r{i}" in plan.finishing) == (wants and ends_here and i not in read)
-            if wants and ends_here and i not in read:
-                row = int(starts[k]) + last - computed[i]
-                finished = plan.finishing[f"r{i}"]
-                for capture in spec.hidden.values():
-                    assert int(buffers.hidden[capture.layer].rows[finished.hidden[capture.layer]]) == row
-                for layer in {layer for a in spec.attention.values() for layer, _ in a.heads}:
-                    assert int(buffers.query[layer].rows[finished.query[layer]]) == row
-                read.add(i)
-                router.requests[f"r{i}"].read = True
-            for chunk in plan.chunks if plan else []:
-                if chunk.request_id == f"r{i}":
-                    for layer, slot in chunk.slots.items():
-                        rows = buffers.key[layer].rows[slot : slot + chunk.length].tolist()
-                        assert rows == [int(starts[k]) + j for j in range(chunk.length)]
-                    assert chunk.start == computed[i]
-                    assert chunk.start + chunk.length <= prompt_len
+        row_of = {
+            (i, computed[i] + j): int(seen.starts[k]) + j for k, (i, length) in enumerate(batch) for j in range(length)
+        }
+        for chunk in plan.row_chunks:
+            i = int(chunk.request_id[1:])
+            for j, token_id in enumerate(chunk.token_ids):
+                assert token_id == 100 * i + chunk.start + j
+                assert int(buffers.hidden[chunk.layer].rows[chunk.slot + j]) == row_of[i, chunk.start + j]
+                gathered[i, chunk.capture].append(chunk.start + j)
+        for key_chunk in plan.key_chunks:
+            i = int(key_chunk.request_id[1:])
+            assert key_chunk.start + key_chunk.length <= prompt_lens[i]
+            for layer, slot in key_chunk.slots.items():
+                rows = buffers.key[layer].rows[slot : slot + key_chunk.length].tolist()
+                assert rows == [row_of[i, key_chunk.start + j] for j in range(key_chunk.length)]
+        for request_id, slots in plan.prompts_ended.items():
+            i = int(request_id[1:])
+            ended.append(i)
+            assert request_id in plan.sampled
+            for layer, slot in slots.items():
+                assert int(buffers.query[layer].rows[slot]) == row_of[i, prompt_lens[i] - 1]
+        for i, length in batch:
             computed[i] += length
 
+    for i, (spec, prompt_len) in enumerate(asked):
+        asks = spec is not None and bool(spec.hidden or spec.attention)
+        assert ended.count(i) == (1 if asks and computed[i] >= prompt_len else 0)
+        for name, capture in spec.hidden.items() if spec is not None else ():
+            assert gathered[i, name] == wanted_positions(capture, prompt_len, computed[i])
 
-def view_of(**lengths: int) -> BatchView:
-    return BatchView(list(lengths), np.cumsum([0, *lengths.values()], dtype=np.int32), np.zeros(len(lengths), np.int32))
+
+def test_tokens_computed_again_after_preemption_are_not_gathered_twice() -> None:
+    router, _ = make_router()
+    spec = MiaSpec.model_validate({"hidden": {"h": {"layer": 1, "positions": "all"}}})
+    router.add("r0", spec, 4)
+    positions = []
+    for computed, length in ((0, 3), (0, 4), (4, 1), (0, 5), (5, 1)):
+        plan = router.fill(view([(0, length)], [computed], [4]))
+        positions += [chunk.start + j for chunk in plan.row_chunks for j in range(len(chunk.token_ids))]
+    assert positions == list(range(6))
+
+
+def test_rows_that_the_prefix_cache_skipped_or_that_find_no_space_fail_their_capture_alone() -> None:
+    router, _ = make_router()
+    captures = {"all": {"layer": 1, "positions": "all"}, "last": {"layer": 1}}
+    router.add("r0", MiaSpec.model_validate({"hidden": captures}), 6)
+    plan = router.fill(view([(0, 2)], [4], [6]))
+    assert router.requests["r0"].failed == {"all": CACHED}
+    assert [chunk.capture for chunk in plan.row_chunks] == ["last"]
+
+    config = CONFIG.model_copy(update={"max_hidden_rows_per_step": 3})
+    router, _ = make_router(config=config)
+    router.add("r0", MiaSpec.model_validate({"hidden": {"h": captures["all"]}}), 3)
+    router.add("r1", MiaSpec.model_validate({"hidden": {"h": captures["all"]}}), 3)
+    plan = router.fill(view([(0, 3), (1, 3)], [0, 0], [3, 3]))
+    assert router.requests["r0"].failed == {}
+    assert router.requests["r1"].failed == {"h": NO_ROWS}
+    assert [chunk.request_id for chunk in plan.row_chunks] == ["r0"]
 
 
 def test_a_step_in_which_nobody_asks_clears_the_entries_of_the_step_before() -> None:
     router, buffers = make_router()
-    router.add("a", MiaSpec.model_validate({"hidden": {"h": {"layer": 1}}}), [1, 2])
-    assert router.fill(view_of(a=2, b=3)) is not None
+    router.add("r0", MiaSpec.model_validate({"hidden": {"h": {"layer": 1}}}), 2)
+    assert router.fill(view([(0, 2), (1, 3)], [0, 0], [2, 3])) is not None
     assert int(buffers.hidden[1].count) == 1
-    assert router.fill(view_of(b=1)) is None
+    assert router.fill(view([(1, 1)], [2, 3], [2, 3])) is None
     assert int(buffers.hidden[1].count) == 0
 
 
 def test_keys_that_find_no_space_are_not_reserved_and_space_comes_back_when_a_request_ends() -> None:
     one_prompt_bytes = 4 * 4 * SHAPE.key_heads * SHAPE.head_size
-    router, _ = make_router(max_key_bytes=one_prompt_bytes)
+    router, _ = make_router(max_host_bytes=one_prompt_bytes)
     spec = MiaSpec.model_validate(
         {"spans": {"s": {"tokens": [[0, 1]]}}, "attention": {"a": {"heads": [[1, 0]], "spans": ["s"]}}}
     )
-    router.add("first", spec, [1, 2, 3, 4])
-    router.add("second", spec, [1])
+    router.add("first", spec, 4)
+    router.add("second", spec, 1)
     assert router.requests["first"].keys is not None
     assert router.requests["second"].keys is None
     router.remove("first")
-    router.add("third", spec, [1, 2, 3, 4])
+    router.add("third", spec, 4)
     assert router.requests["third"].keys is not None
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_adding_a_request_again_keeps_one_reservation(count: int) -> None:
-    router, _ = make_router(max_key_bytes=4 * 4 * SHAPE.key_heads * SHAPE.head_size)
+    router, _ = make_router(max_host_bytes=4 * 4 * SHAPE.key_heads * SHAPE.head_size)
     spec = MiaSpec.model_validate(
         {"spans": {"s": {"tokens": [[0, 1]]}}, "attention": {"a": {"heads": [[1, 0]], "spans": ["s"]}}}
     )
     for _ in range(count):
-        router.add("r", spec, [1, 2, 3, 4])
+        router.add("r", spec, 4)
         assert router.requests["r"].keys is not None

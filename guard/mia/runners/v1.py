@@ -1,8 +1,9 @@
 """The adapter for vLLM 0.29's V1 model runner: the CPU build's runner, and CUDA with eager execution.
 
 Relies on (vLLM 0.29): GPUModelRunner.{load_model, _update_states, _prepare_inputs, sample_tokens, input_batch,
-query_start_loc, requests, max_num_tokens}, CPUModelRunner.load_model, SchedulerOutput.{scheduled_new_reqs,
-finished_req_ids}, ModelRunnerOutput, Scheduler.update_from_output, EngineCoreOutput.kv_transfer_params.
+query_start_loc, max_num_tokens, max_num_reqs}, InputBatch.{req_ids, num_reqs, num_computed_tokens_cpu,
+num_tokens_no_spec, token_ids_cpu}, CPUModelRunner.load_model, SchedulerOutput.{scheduled_new_reqs, finished_req_ids},
+ModelRunnerOutput, Scheduler.update_from_output, EngineCoreOutput.kv_transfer_params.
 Hands everything else one ``BatchView`` a step. A runner without configured taps keeps vLLM's methods' cost to one
 attribute look-up a step.
 """
@@ -20,8 +21,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from guard.mia.buffers import StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig, configured
-from guard.mia.readouts import read_step
-from guard.mia.results import Readouts
+from guard.mia.readouts import StepReading, read_step
+from guard.mia.results import Readouts, item_to_wire
 from guard.mia.routing import BatchView, Router, StepPlan
 from guard.mia.spec import parse_spec
 from guard.mia.steering import load_bank
@@ -58,7 +59,7 @@ class V1Adapter:
         dtype = cast(torch.dtype, runner.dtype)
         self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, bank, dtype)
         self.router = Router(
-            self.buffers, {name: i for i, name in enumerate(config.steering_vectors)}, config.max_key_bytes
+            self.buffers, {name: i for i, name in enumerate(config.steering_vectors)}, config.max_host_bytes
         )
         self._decoder = decoder
         self._plan: StepPlan | None = None
@@ -81,7 +82,7 @@ class V1Adapter:
             extra = request.sampling_params.extra_args if request.sampling_params else None
             if extra and (text := extra.get("mia")) is not None:
                 # Parsed and checked by the API server already: a failure here is a bug and may stop the engine.
-                self.router.add(request.req_id, parse_spec(text), request.prompt_token_ids or [])
+                self.router.add(request.req_id, parse_spec(text), len(request.prompt_token_ids or ()))
 
     def before_forward(self, runner: GPUModelRunner) -> None:
         if not self._started:
@@ -92,19 +93,30 @@ class V1Adapter:
         batch = runner.input_batch
         n = batch.num_reqs
         self._plan = self.router.fill(
-            BatchView(batch.req_ids, runner.query_start_loc.np[: n + 1], batch.num_computed_tokens_cpu[:n])
+            BatchView(
+                batch.req_ids,
+                runner.query_start_loc.np[: n + 1],
+                batch.num_computed_tokens_cpu[:n],
+                batch.num_tokens_no_spec[:n],
+                batch.token_ids_cpu,
+            )
         )
 
     def take_readouts(self) -> dict[str, dict[str, Any]]:
-        """Wire forms of the readouts that this step completed, by engine request id."""
+        """Wire forms of what this step gives to send, by engine request id."""
         plan, self._plan = self._plan, None
-        if plan is None or not (plan.finishing or plan.chunks):
+        if plan is None:
             return {}
-        read = read_step(self.router, self.buffers, plan)
+        readings = read_step(self.router, self.buffers, plan)
         return {
-            request_id: Readouts(items, prompt_tokens=self.router.requests[request_id].prompt_len).to_wire()
-            for request_id, items in read.items()
+            request_id: _reading_to_wire(reading, self.router.requests[request_id].prompt_len)
+            for request_id, reading in readings.items()
         }
+
+
+def _reading_to_wire(reading: StepReading, prompt_len: int) -> dict[str, Any]:
+    prompt = None if reading.prompt is None else Readouts(reading.prompt, prompt_tokens=prompt_len).to_wire()
+    return {"prompt": prompt, "grown": {name: item_to_wire(rows) for name, rows in reading.grown.items()}}
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
