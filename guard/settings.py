@@ -108,7 +108,9 @@ def load_settings(**given: Any) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise SettingsError("\n".join(_line(one["loc"], one["msg"]) for one in error.errors(include_url=False))) from None
+        raise SettingsError(
+            "\n".join(_line(one["loc"], one["msg"]) for one in error.errors(include_url=False))
+        ) from None
 
 
 def is_loopback(host: str) -> bool:

@@ -5,8 +5,10 @@ Owns names on the way there and back: a capture of detector ``d`` travels as ``d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 from detectors.base import Detector, Score
@@ -17,6 +19,8 @@ from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, Span, Steer
 from guard.policy.engine import CompiledRule, Decision, compile_condition, decide
 from guard.policy.schema import Mode
 from guard.policy.store import LoadedPolicy
+
+log = logging.getLogger("guard.policy")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,16 @@ class BoundPolicy:
     @property
     def detector_kinds(self) -> dict[str, str]:
         return {name: detector.kind for name, detector in self.detectors.items()}
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything is asked of the engine."""
+        return bool(self.spec.hidden or self.spec.attention)
+
+    @property
+    def enforces(self) -> bool:
+        """Whether any rule acts; if none does, nobody needs to wait for scores."""
+        return any(compiled.mode == "enforce" for compiled in self.rules)
 
     @property
     def steers(self) -> tuple[Steer, ...]:
@@ -135,7 +149,14 @@ def _score(detector: Detector, name: str, readouts: Readouts) -> Score:
         for key, item in readouts.items.items()
         if key.startswith(prefix)
     }
-    return detector.score(own)
+    try:
+        score = detector.score(own)
+    except Exception as error:  # a detector may be anybody's, and no score is never clean
+        log.warning("detector %s failed: %s", name, type(error).__name__)
+        return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
+    if score.status == "scored" and (score.value is None or not isfinite(score.value)):
+        return Score("unavailable", reason="the score is not a number")
+    return score
 
 
 def _as_detector_named_it(item: Readout, prefix: str) -> Readout:

@@ -1,0 +1,1 @@
+"""The proxy: an OpenAI-compatible front of vLLM that decides and acts on each request."""

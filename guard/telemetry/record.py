@@ -27,8 +27,8 @@ Outcome = Literal[
     "internal_error",
 ]
 """How a request ended. ``refused``: by access control or for what it says. ``guard_unavailable``: a rule that blocks
-``on_error`` got no score. ``upstream_error``: vLLM answered with an error, which was passed on. ``upstream_broken``: its
-answer ended too early. ``stopped``: the proxy was told to stop."""
+``on_error`` got no score. ``upstream_error``: vLLM answered with an error, which was passed on. ``upstream_broken``:
+its answer ended too early. ``stopped``: the proxy was told to stop."""
 
 MAX_MODEL_CHARACTERS = 128
 
@@ -121,8 +121,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
     "tokens": "Tokens of prompt and answer as far as known.",
-    "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the decision; "
-    "upstream_first_byte; upstream: until its answer ended.",
+    "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the "
+    "decision; upstream_first_byte; upstream: until its answer ended.",
 }
 """Each field of a ledger entry and what it means."""
 

@@ -1,0 +1,131 @@
+"""vLLM's answer in its three wire forms: first the readouts of the prompt, then the answer as vLLM wrote it.
+
+Owns the order in which the parts are read. ``find`` may be cancelled, by a deadline, and what comes after it still has
+every byte. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+
+from guard.proxy.bytestream import ByteStream
+from guard.proxy.errors import UpstreamError
+from guard.proxy.readouts import Finding, from_event, is_event, split_field
+
+EARLY_HEADER = "x-mia-early"
+LATE = "the engine sent no readouts before its answer; was it started with the plugin?"
+PASSED_ON = ("content-type", "retry-after", "retry-after-ms")
+"""Headers of vLLM's answer that clients get. Its other ones describe one connection, or vLLM itself."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An answer that is complete."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class StreamedAnswer:
+    """Server-sent events; the readouts are a frame of their own. ``held``: frames that came before it."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.headers = passed_on(response.headers)
+        self.held: list[bytes] = []
+        self._bytes = ByteStream(response.content)
+
+    async def find(self, *, patient: bool = True) -> Finding:
+        """Read up to the readouts. Unless ``patient`` the first frame of the answer ends the search."""
+        while frames := await self._bytes.frames():
+            arrived_s = time.perf_counter()
+            events = [frame for frame in frames if is_event(frame)]
+            self.held += [frame for frame in frames if not is_event(frame)]
+            if events:
+                return from_event(events[0].removeprefix(b"data: "), arrived_s)
+            if self.held and not patient:
+                return Finding(None, LATE)
+        return Finding(None, LATE)
+
+    async def batches(self) -> AsyncIterator[list[bytes]]:
+        """The answer's own frames: those held, then the others as they come."""
+        if self.held:
+            yield self.held
+        while frames := await self._bytes.frames():
+            yield [frame for frame in frames if not is_event(frame)]
+
+
+class EarlyAnswer:
+    """A line with the readouts, a line with status and headers, then the body."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._bytes = ByteStream(response.content)
+        self._finding: Finding | None = None
+
+    async def find(self, *, patient: bool = True) -> Finding:
+        if self._finding is None:
+            line = await self._bytes.line()
+            self._finding = from_event(line, time.perf_counter())
+        return self._finding
+
+    async def whole(self) -> Whole:
+        await self.find()
+        try:
+            envelope = json.loads(await self._bytes.line())
+            status, headers = (
+                int(envelope["status"]),
+                passed_on({str(k): str(v) for k, v in envelope["headers"].items()}),
+            )
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise UpstreamError("the model server's answer cannot be read") from None
+        return Whole(status, headers, await self._bytes.rest())
+
+
+class PlainAnswer:
+    """JSON, in which the readouts are a field; or an error."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.status = response.status
+        self._headers = passed_on(response.headers)
+        self._bytes = ByteStream(response.content)
+        self._body: bytes | None = None
+        self._finding = Finding(None, LATE)
+
+    @property
+    def failed(self) -> bool:
+        return self.status != 200
+
+    async def find(self, *, patient: bool = True) -> Finding:
+        if self._body is None:
+            body = await self._bytes.rest()
+            arrived_s = time.perf_counter()
+            self._body, event = split_field(body)
+            if event is not None:
+                self._finding = from_event(event, arrived_s)
+        return self._finding
+
+    async def whole(self) -> Whole:
+        await self.find()
+        return Whole(self.status, self._headers, self._body or b"")
+
+
+Answer = StreamedAnswer | EarlyAnswer | PlainAnswer
+
+
+def answer_of(response: aiohttp.ClientResponse) -> Answer:
+    """The form is told by status and headers."""
+    if response.status == 200 and response.content_type == "text/event-stream":
+        return StreamedAnswer(response)
+    if response.status == 200 and response.headers.get(EARLY_HEADER) == "1":
+        return EarlyAnswer(response)
+    return PlainAnswer(response)
+
+
+def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers for the client."""
+    return {name.lower(): value for name, value in headers.items() if name.lower() in PASSED_ON and value.isprintable()}

@@ -1,0 +1,113 @@
+"""A chat request's body: read within limits, parsed so that guard and vLLM see the same, and written again.
+
+Owns what is refused at the edge. Every field that is not ours passes as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, NoReturn
+
+from guard.mia.spec import MiaSpec
+from guard.proxy.errors import InvalidRequestError
+
+OURS = "mia"
+"""The key of ``vllm_xargs`` that only the guard may set."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request that vLLM gets as it is but for our own field."""
+
+    fields: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        return str(self.fields["model"])
+
+    @property
+    def streamed(self) -> bool:
+        return self.fields.get("stream") is True
+
+    def to_json(self, spec: MiaSpec | None = None) -> bytes:
+        """The body for vLLM, asking for ``spec`` if there is one."""
+        fields = self.fields
+        if spec is not None:
+            fields = {**fields, "vllm_xargs": {**(fields.get("vllm_xargs") or {}), OURS: spec.to_wire()}}
+        try:
+            return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+        except RecursionError:
+            raise InvalidRequestError("the body is nested too deeply") from None
+
+
+def parse_chat_request(raw: bytes) -> ChatRequest:
+    """Raises ``InvalidRequestError`` that names the field; never another exception."""
+    fields = _parse_object(raw)
+    if not isinstance(fields.get("model"), str) or not fields["model"]:
+        raise InvalidRequestError("model must be a string that is not empty", "model")
+    _check_messages(fields.get("messages"))
+    if not isinstance(fields.get("stream"), bool | None):
+        raise InvalidRequestError("stream must be true or false", "stream")
+    xargs = fields.get("vllm_xargs")
+    if not isinstance(xargs, dict | None):
+        raise InvalidRequestError("vllm_xargs must be an object", "vllm_xargs")
+    if xargs and OURS in xargs:
+        raise InvalidRequestError(f"vllm_xargs.{OURS} is set by the guard alone; remove it", f"vllm_xargs.{OURS}")
+    if fields.get("use_beam_search"):
+        # The engine could not be read, and a client must not choose that.
+        raise InvalidRequestError("use_beam_search cannot be guarded", "use_beam_search")
+    return ChatRequest(fields)
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError("messages must be a list that is not empty", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
+
+
+def _parse_object(raw: bytes) -> dict[str, Any]:
+    """JSON in which nothing can be read in two ways: no key twice, no NaN, no number beyond float64, strict UTF-8."""
+    try:
+        value = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_once_each,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+    except InvalidRequestError:
+        raise
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+    except ValueError:
+        raise InvalidRequestError("the body has an integer with too many digits") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return value
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise InvalidRequestError("the body has an object with the same key twice")
+    return fields
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequestError(f"the body has {name}, which is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise InvalidRequestError("the body has a number that is too large")
+    return value

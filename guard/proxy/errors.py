@@ -1,0 +1,174 @@
+"""Everything that the proxy itself answers with an error, in the shape that OpenAI's clients read.
+
+    ApiError
+    ├── InvalidRequestError       400  the body is not a chat request
+    │   ├── TooLargeError         413
+    │   ├── MediaTypeError        415
+    │   └── SlowBodyError         408
+    ├── InvalidKeyError           401
+    ├── ForbiddenHostError        403
+    ├── NotFoundError             404
+    ├── MethodError               405
+    ├── BlockedError              400  a rule hit
+    ├── GuardUnavailableError     503  a rule that blocks on_error got no score
+    ├── SteeringError             502  vLLM cannot steer as the policy says
+    ├── UpstreamError             502  vLLM cannot be reached, or its answer broke off
+    │   ├── UpstreamBusyError     503  it does not accept connections in time
+    │   └── UpstreamSilentError   504  it accepted, and then said nothing
+    ├── StoppedError              503  the proxy was told to stop
+    └── InternalError             500
+
+Owns status, ``error.type``, ``error.code`` and the outcome for ledger and metrics. Never holds prompt text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import aiohttp
+
+from guard.telemetry.record import Outcome
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``param`` is the field of the request that it is about."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+    outcome: ClassVar[Outcome] = "internal_error"
+    headers: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
+
+    def to_json(self) -> bytes:
+        return json.dumps(self.to_wire()).encode()
+
+
+class InternalError(ApiError):
+    """A fault of the proxy."""
+
+
+class InvalidRequestError(ApiError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+    outcome = "refused"
+
+
+class TooLargeError(InvalidRequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class MediaTypeError(InvalidRequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class SlowBodyError(InvalidRequestError):
+    status = 408
+    code = "request_timeout"
+
+
+class InvalidKeyError(ApiError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+    outcome = "refused"
+    headers: ClassVar[Mapping[str, str]] = {"www-authenticate": "Bearer"}
+
+
+class ForbiddenHostError(ApiError):
+    status = 403
+    type = "permission_error"
+    code = "forbidden_host"
+    outcome = "refused"
+
+
+class NotFoundError(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+    outcome = "refused"
+
+
+class MethodError(ApiError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+    outcome = "refused"
+
+
+class BlockedError(ApiError):
+    """What a rule measured is why; clients know the code from other providers' filters."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "content_filter"
+    outcome = "blocked"
+    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
+
+
+class GuardUnavailableError(ApiError):
+    """Nothing was measured, and the policy lets nothing pass unmeasured."""
+
+    status = 503
+    code = "guard_unavailable"
+    outcome = "guard_unavailable"
+    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
+
+
+class SteeringError(ApiError):
+    status = 502
+    code = "steering_unavailable"
+    outcome = "guard_unavailable"
+    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
+
+
+class StoppedError(ApiError):
+    status = 503
+    code = "stopping"
+    outcome = "stopped"
+
+
+class UpstreamError(ApiError):
+    status = 502
+    code = "upstream_unavailable"
+    outcome = "upstream_unavailable"
+
+
+class UpstreamBusyError(UpstreamError):
+    status = 503
+
+
+class UpstreamSilentError(UpstreamError):
+    status = 504
+
+
+FROM_AIOHTTP: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = (
+    (aiohttp.ConnectionTimeoutError, UpstreamBusyError, "the model server does not accept connections in time"),
+    (TimeoutError, UpstreamSilentError, "the model server did not answer in time"),
+    (aiohttp.ClientConnectorError, UpstreamError, "the model server cannot be reached"),
+    (aiohttp.ClientError, UpstreamError, "the model server closed the connection before its answer was complete"),
+    (OSError, UpstreamError, "the connection to the model server failed"),
+)
+"""The first that fits counts. aiohttp's own texts hold addresses, so clients get ours."""
+
+
+@contextlib.contextmanager
+def upstream_errors() -> Iterator[None]:
+    """What the client library raises inside, as errors of ours."""
+    try:
+        yield
+    except tuple(foreign for foreign, _, _ in FROM_AIOHTTP) as error:
+        ours, message = next((ours, text) for foreign, ours, text in FROM_AIOHTTP if isinstance(error, foreign))
+        raise ours(message) from error

@@ -1,0 +1,131 @@
+"""One client's request and the answer to it: headers in, status and bytes out, and when the client leaves.
+
+Owns the ASGI calls and the headers of every answer. Never knows what is answered, or why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeError
+from guard.telemetry.record import RequestRecord
+
+T = TypeVar("T")
+JSON = {"content-type": "application/json"}
+
+
+class ClientGoneError(Exception):
+    """Nobody is left to answer."""
+
+
+@dataclass
+class Exchange:
+    """``label``: the policy as clients see it, name and hash."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    record: RequestRecord
+    label: str
+    headers: Headers = field(init=False)
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        self.headers = Headers(scope=self.scope)
+
+    @property
+    def started(self) -> bool:
+        return self.record.status is not None
+
+    def need_method(self, method: str) -> None:
+        if self.scope["method"] != method:
+            raise MethodError(f"{self.record.route} takes {method}")
+
+    async def read_body(self, limit_bytes: int, timeout_s: float) -> bytes:
+        """Raises ``TooLargeError``, as early as it is known, ``SlowBodyError`` or ``ClientGoneError``."""
+        too_large = TooLargeError(f"the body is larger than {limit_bytes} bytes")
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > limit_bytes:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(timeout_s):
+                more = True
+                while more:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > limit_bytes:
+                        raise too_large
+        except TimeoutError:
+            raise SlowBodyError(f"the body did not come within {timeout_s:g} s") from None
+        return bytes(body)
+
+    async def until_client_leaves(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work``; the moment the client leaves it is cancelled, and ``ClientGoneError`` raised."""
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._disconnected())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise ClientGoneError
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def _disconnected(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head of a stream."""
+        self.streaming = True
+        await self._send_head(status, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def stream(self, data: bytes) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, last: bytes = b"") -> None:
+        await self.send({"type": "http.response.body", "body": last})
+
+    async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Send a whole answer."""
+        await self._send_head(status, {**headers, "content-length": str(len(body))})
+        await self.end(body)
+
+    async def fail(self, error: ApiError) -> None:
+        """Answer with an error: as a status when there is none yet, else as the stream's last frame."""
+        self.record.error_code = error.code
+        if not self.started:
+            await self.respond(error.status, {**JSON, **error.headers}, error.to_json())
+        elif self.streaming:
+            await self.end(b"data: " + error.to_json() + b"\n\n")
+
+    async def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.record.status = status
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in {**headers, **self._guard_headers}.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    @property
+    def _guard_headers(self) -> dict[str, str]:
+        record = self.record
+        headers = {
+            "x-request-id": record.request_id,
+            "x-guard-request-id": record.request_id,
+            "x-guard-policy": self.label,
+        }
+        if record.decision is not None:
+            headers["x-guard-action"] = record.action
+            if record.rules:
+                headers["x-guard-rules"] = ",".join(record.rules)
+        return headers

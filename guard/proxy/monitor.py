@@ -1,0 +1,39 @@
+"""What operators and load balancers ask: does the proxy live, is it ready, its metrics.
+
+Owns these answers. They are not in the ledger, and hold nothing of any request.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from guard.proxy.errors import ApiError
+from guard.proxy.services import Services
+from guard.telemetry.metrics import CONTENT_TYPE
+
+
+def monitor_routes(services: Services) -> APIRouter:
+    """Open to everyone who can reach the port; without API keys that is this machine."""
+    router = APIRouter()
+
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    async def ready() -> JSONResponse:
+        healthy = await services.upstream.healthy()
+        state = {"status": "ok", "engine": "ok"} if healthy else {"status": "unavailable", "engine": "unavailable"}
+        return JSONResponse({**state, "policy": services.policy.label}, 200 if healthy else 503)
+
+    async def metrics(request: Request) -> Response:
+        try:
+            services.access.check_host(request.headers)
+        except ApiError as error:
+            return JSONResponse(error.to_wire(), error.status)
+        return Response(services.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    router.add_api_route("/livez", live)
+    router.add_api_route("/readyz", ready)
+    router.add_api_route("/health", ready)
+    router.add_api_route("/metrics", metrics)
+    return router

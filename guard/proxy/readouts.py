@@ -1,0 +1,74 @@
+"""Readouts as they come beside an answer, and taking them off it.
+
+Owns recognising and parsing the aperture's event in its wire forms. Whatever is wrong with it is a reason, never an
+exception: "no score" is for the policy to judge.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from guard.mia.results import EVENT_OBJECT, Readouts
+
+FRAME_START = b'data: {"object"'
+"""How an event's frame begins; a chunk of vLLM's own begins with its id."""
+
+FIELD_START = b',"mia":'
+"""How the field begins that is added last to a JSON answer. Inside a JSON string the quotes would be escaped."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The readouts of the prompt, or why there are none. ``arrived_s``: when their bytes were there."""
+
+    readouts: Readouts | None
+    reason: str = ""
+    arrived_s: float = field(default_factory=time.perf_counter)
+
+
+def from_event(text: bytes, arrived_s: float) -> Finding:
+    """One event as JSON. Of several choices the one with most complete readouts counts: the prompt is the same."""
+    try:
+        event = json.loads(text)
+        if event["object"] != EVENT_OBJECT:
+            raise ValueError(EVENT_OBJECT)
+        parsed = [Readouts.from_wire(wire) for wire in event["readouts"] if wire["stage"] == "prompt"]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return Finding(None, "the engine's readouts cannot be read", arrived_s)
+    if not parsed:
+        return Finding(None, "the engine sent no readouts of the prompt", arrived_s)
+    return Finding(max(parsed, key=_complete), arrived_s=arrived_s)
+
+
+def is_event(frame: bytes) -> bool:
+    """Whether a frame of a stream is ours, and so not for the client."""
+    if not frame.startswith(FRAME_START):
+        return False
+    value = _parsed(frame.removeprefix(b"data: "))
+    return isinstance(value, dict) and value.get("object") == EVENT_OBJECT
+
+
+def split_field(body: bytes) -> tuple[bytes, bytes | None]:
+    """A JSON answer as vLLM wrote it, and the event that was added to it if there is one."""
+    at = body.rfind(FIELD_START)
+    if at < 0 or not body.endswith(b"}"):
+        return body, None
+    event = body[at + len(FIELD_START) : -1]
+    value = _parsed(event)
+    if not isinstance(value, dict) or value.get("object") != EVENT_OBJECT:
+        return body, None
+    return body[:at] + b"}", event
+
+
+def _complete(readouts: Readouts) -> int:
+    return sum(item.status == "complete" for item in readouts.items.values())
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

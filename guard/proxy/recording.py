@@ -1,0 +1,79 @@
+"""The outermost stage: every request, however it ends, is answered, counted, and has one line in the ledger.
+
+Owns the way from an exception to an answer and an outcome. Logs no text of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from guard.proxy.access import request_id
+from guard.proxy.errors import ApiError, InternalError, StoppedError, UpstreamError
+from guard.proxy.exchange import ClientGoneError, Exchange
+from guard.proxy.services import Services
+from guard.telemetry.record import RequestRecord
+
+log = logging.getLogger("guard.proxy")
+
+LAST_WORDS_S = 1.0
+"""How long a client may take to accept that the proxy stops."""
+
+Handler = Callable[[Services, Exchange], Awaitable[None]]
+
+
+class Recorded:
+    """One route as an ASGI application."""
+
+    def __init__(self, services: Services, route: str, handler: Handler) -> None:
+        self._services = services
+        self._route = route
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        services, policy = self._services, self._services.policy
+        record = RequestRecord(request_id(Headers(scope=scope)), self._route, policy.name, policy.hash)
+        in_flight = services.metrics.in_flight.labels(self._route)
+        services.under_way += 1
+        in_flight.inc()
+        try:
+            await self._answer(Exchange(scope, receive, send, record, policy.label))
+        finally:
+            record.total_s = time.perf_counter() - record.started_s
+            in_flight.dec()
+            services.metrics.count(record)
+            services.ledger.append(record.to_entry())
+            services.under_way -= 1
+
+    async def _answer(self, exchange: Exchange) -> None:
+        record = exchange.record
+        try:
+            await self._handler(self._services, exchange)
+        except ClientGoneError:
+            record.outcome = "client_gone"
+        except ApiError as error:
+            broke_off = isinstance(error, UpstreamError) and exchange.started
+            record.outcome = "upstream_broken" if broke_off else error.outcome
+            await exchange.fail(error)
+        except asyncio.CancelledError:
+            record.outcome = "stopped"
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await exchange.fail(StoppedError("the guard is stopping; try again"))
+            raise
+        except Exception as error:
+            record.outcome = "internal_error"
+            # Where and what, without the exception's own text, which may quote the request.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("request %s: %s\n%s", record.request_id, type(error).__name__, where)
+            await exchange.fail(InternalError("the guard failed; its log says where"))
