@@ -32,12 +32,12 @@ def calibrate(
     """Measure a model: choose heads and layers, fit, set thresholds, and write what its detectors need."""
     from detectors.calibration.features import FeatureError
     from detectors.calibration.sources import DataError
-    from detectors.model_config import ModelConfigError
+    from guard.models import ModelError
 
     chosen = tuple(kind.value for kind in (kinds or list(Kind)))
     try:
         _calibrate(chosen, model, out, seed)
-    except (DataError, FeatureError, ModelConfigError) as error:
+    except (DataError, FeatureError, ModelError) as error:
         typer.echo(f"guard: {error}", err=True)
         raise typer.Exit(1) from None
     except ImportError as error:

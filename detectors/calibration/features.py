@@ -17,7 +17,7 @@ import numpy as np
 from detectors.attention_tracker import DATA, DEFAULT_SPANS, INSTRUCTION
 from detectors.calibration.rows import Row
 from guard.mia.engine_config import EngineConfig
-from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout, Readouts
+from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout, Readout, Readouts
 from guard.mia.spec import MAX_CAPTURES, AttentionCapture, HiddenCapture, MiaSpec
 
 MAX_MODEL_LEN = 4096
@@ -103,5 +103,5 @@ def _row_features(row: Row, readouts: Readouts, layers: Sequence[int]) -> tuple[
     return np.stack(states), np.stack([attention.mass[INSTRUCTION], attention.mass[DATA]], axis=-1)
 
 
-def _reason(readout: HiddenReadout | AttentionReadout | None) -> str:
+def _reason(readout: Readout | None) -> str:
     return "nothing came back" if readout is None else f"{readout.status} {readout.reason}".strip()
