@@ -1,0 +1,170 @@
+"""A small engine that speaks the aperture's wire forms, with faults on demand, and counts what happens to requests.
+
+Real sockets and real HTTP; only the model is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from aiohttp import web
+
+from guard.mia.results import EVENT_OBJECT, HiddenReadout, Readouts
+
+WORDS = ("The", " answer", " is", " 42", ".")
+
+Event = Literal["ok", "missing", "garbled", "not_json", "dropped", "empty"]
+
+
+@dataclass
+class FakeEngine:
+    """``logit``: what the hidden state holds for a probe of weight 1. Delays in seconds; None never ends."""
+
+    logit: float = -5.0
+    event: Event = "ok"
+    event_delay_s: float = 0.0
+    event_after_frames: int = 0
+    event_in_field: bool = False
+    answer_delay_s: float | None = 0.0
+    word_delay_s: float = 0.0
+    break_after_words: int | None = None
+    leave_out_done: bool = False
+    garbled_envelope: bool = False
+    error: tuple[int, dict[str, Any], dict[str, str]] | None = None
+    later_error: int | None = None
+    refuses_reading: bool = False
+    refuses_steering: bool = False
+    extra_headers: dict[str, str] = field(default_factory=lambda: {"server": "engine", "x-internal": "secret"})
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    open: int = 0
+    aborted: int = 0
+
+    @property
+    def specs(self) -> list[dict[str, Any] | None]:
+        return [json.loads(b["vllm_xargs"]["mia"]) if "mia" in b.get("vllm_xargs", {}) else None for b in self.bodies]
+
+    def whole(self, text: str = "".join(WORDS)) -> bytes:
+        message = {"role": "assistant", "content": text}
+        usage = {"prompt_tokens": 7, "total_tokens": 12, "completion_tokens": 5}
+        value = {"id": "chatcmpl-1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+    def frame(self, word: str) -> bytes:
+        choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
+        chunk = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [choice]}
+        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+    def event_bytes(self) -> bytes:
+        if self.event == "not_json":
+            return b'{"object": "mia.readouts", "readouts": ['
+        item = HiddenReadout("complete", 3, 4, 5, np.array([self.logit], np.float32))
+        if self.event == "dropped":
+            item = HiddenReadout("dropped", 3, reason="the buffer was full")
+        wire = Readouts({"danger.layer3": item}, prompt_tokens=7).to_wire()
+        if self.event == "garbled":
+            wire["items"]["danger.layer3"] = {"kind": "hidden", "status": "complete", "values": {"dtype": "float99"}}
+        return json.dumps({"object": EVENT_OBJECT, "readouts": [] if self.event == "empty" else [wire]}).encode()
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        self.open += 1
+        try:
+            return await self._answer(request, body)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.open -= 1
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.error is not None:
+            status, value, headers = self.error
+            return web.json_response(value, status=status, headers=headers)
+        spec = self.specs[-1] or {}
+        if (self.refuses_reading and "hidden" in spec) or (self.refuses_steering and "steer" in spec):
+            error = {"message": "this engine has no such tap", "type": "x", "param": "y", "code": "invalid_mia_spec"}
+            return web.json_response({"error": error}, status=400)
+        reads = "hidden" in spec and self.event != "missing"
+        text = "steered" if "steer" in spec else "".join(WORDS)
+        if body.get("stream"):
+            return await self._stream(request, reads, [text] if "steer" in spec else list(WORDS))
+        if reads and request.headers.get("x-mia-early") == "1" and not self.event_in_field:
+            return await self._early(request, text)
+        await self._sleep(self.event_delay_s)
+        await self._sleep(self.answer_delay_s)
+        whole = self.whole(text)
+        if reads:
+            whole = whole[:-1] + b',"mia":' + self.event_bytes() + b"}"
+        return web.Response(body=whole, content_type="application/json", headers=self.extra_headers)
+
+    async def _early(self, request: web.Request, text: str) -> web.StreamResponse:
+        await self._sleep(self.event_delay_s)
+        response = web.StreamResponse(headers={"x-mia-early": "1", "content-type": "application/x-ndjson"})
+        await response.prepare(request)
+        await response.write(self.event_bytes() + b"\n")
+        await self._sleep(self.answer_delay_s)
+        if self.break_after_words is not None:
+            self._break(request)
+        envelope = {"status": self.later_error or 200, "headers": {"content-type": "application/json", **self.extra_headers}}
+        await response.write((b"[]" if self.garbled_envelope else json.dumps(envelope).encode()) + b"\n")
+        await response.write(b'{"error":"engine died"}' if self.later_error else self.whole(text))
+        return response
+
+    async def _stream(self, request: web.Request, reads: bool, words: list[str]) -> web.StreamResponse:
+        headers = {"content-type": "text/event-stream; charset=utf-8", **self.extra_headers}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        for i, word in enumerate(words):
+            if i == self.event_after_frames and reads:
+                await self._sleep(self.event_delay_s)
+                await response.write(b"data: " + self.event_bytes() + b"\n\n")
+            if i == self.break_after_words:
+                self._break(request)
+            await self._sleep(self.word_delay_s)
+            await response.write(self.frame(word))
+        await self._sleep(self.answer_delay_s)
+        if not self.leave_out_done:
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _sleep(self, delay_s: float | None) -> None:
+        await asyncio.sleep(3600 if delay_s is None else delay_s)
+
+    def _break(self, request: web.Request) -> None:
+        assert request.transport is not None
+        request.transport.abort()
+        raise asyncio.CancelledError
+
+    async def models(self, request: web.Request) -> web.Response:
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+
+@asynccontextmanager
+async def running(engine: FakeEngine, port: int = 0) -> AsyncIterator[FakeEngine]:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", engine.chat)
+    app.router.add_get("/v1/models", engine.models)
+    app.router.add_get("/health", engine.health)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield engine
+    finally:
+        await runner.cleanup()
