@@ -1,0 +1,79 @@
+"""Settings come from arguments, then the environment, then defaults; what is malformed stops the start."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from guard.settings import SettingsError, is_loopback, load_settings
+
+KEY = "a-secret-key"
+KEY_HASH = hashlib.sha256(KEY.encode()).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GUARD_UPSTREAM", "GUARD_HOST", "GUARD_PORT", "GUARD_API_KEY_HASHES", "GUARD_MAX_BODY_BYTES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_an_argument_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GUARD_PORT", "9001")
+    monkeypatch.setenv("GUARD_UPSTREAM", "http://gpu:8000/")
+    settings = load_settings(port=9002)
+    assert (settings.port, settings.upstream, settings.host) == (9002, "http://gpu:8000", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "field"),
+    [
+        ("GUARD_PORT", "eighty", "port"),
+        ("GUARD_PORT", "0", "port"),
+        ("GUARD_MAX_BODY_BYTES", "8 MB", "max_body_bytes"),
+        ("GUARD_CONNECT_TIMEOUT_S", "-1", "connect_timeout_s"),
+        ("GUARD_UPSTREAM", "gpu:8000", "upstream"),
+        ("GUARD_UPSTREAM", "http://gpu:8000/v1", "upstream"),
+    ],
+)
+def test_a_malformed_value_stops_the_start_and_names_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, field: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=rf"{field} \({variable}\): "):
+        load_settings()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.10", "example.org", ""])  # noqa: S104
+def test_without_keys_only_loopback_is_listened_on(host: str) -> None:
+    with pytest.raises(SettingsError, match="GUARD_API_KEY_HASHES"):
+        load_settings(host=host)
+    assert load_settings(host=host, api_key_hashes=(KEY_HASH,)).host == host
+
+
+def test_several_key_hashes_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GUARD_API_KEY_HASHES", f"{KEY_HASH.upper()}, {'0' * 64},")
+    assert load_settings().api_key_hashes == (KEY_HASH, "0" * 64)
+
+
+def test_a_key_given_in_place_of_its_hash_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GUARD_API_KEY_HASHES", KEY)
+    with pytest.raises(SettingsError, match="SHA-256 in hex") as refused:
+        load_settings()
+    assert KEY not in str(refused.value)
+
+
+def test_vllms_own_key_does_not_show_when_settings_are_printed() -> None:
+    settings = load_settings(upstream_api_key=KEY)
+    assert KEY not in repr(settings)
+    assert settings.upstream_api_key is not None
+    assert settings.upstream_api_key.get_secret_value() == KEY
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("[::1]", True), ("LOCALHOST", True),
+     ("10.0.0.1", False), ("localhost.evil.org", False), ("127.0.0.1.evil.org", False), ("", False)],
+)  # fmt: skip
+def test_loopback_is_told_by_address_not_by_how_a_name_begins(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
