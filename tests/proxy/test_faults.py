@@ -229,8 +229,8 @@ async def test_many_requests_of_every_kind_leave_no_connection_and_no_gap_in_the
     async def one(i: int) -> None:
         body = {**BODY, "stream": i % 2 == 0}
         if i % 5 == 0:
-            task = asyncio.create_task(proxy.post({**body, "max_tokens": 5}))
-            await asyncio.sleep(0.02)
+            task = asyncio.create_task(proxy.post({**body, "max_tokens": i}))
+            await eventually(lambda: any(seen.get("max_tokens") == i for seen in proxy.engine.bodies), limit_s=20)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         elif i % 7 == 0:
@@ -250,7 +250,7 @@ async def test_a_fault_of_the_proxy_is_a_500_whose_log_quotes_nothing(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
-        raise RuntimeError("private words")
+        raise RuntimeError(BODY["messages"][0]["content"])
 
     monkeypatch.setattr("guard.proxy.chat.parse_chat_request", fail)
     status, _, body = await proxy.post()
