@@ -54,7 +54,11 @@ class FakeEngine:
     def whole(self, text: str = "".join(WORDS)) -> bytes:
         message = {"role": "assistant", "content": text}
         usage = {"prompt_tokens": 7, "total_tokens": 12, "completion_tokens": 5}
-        value = {"id": "chatcmpl-1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+        value = {
+            "id": "chatcmpl-1",
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": usage,
+        }
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
     def frame(self, word: str) -> bytes:
@@ -115,7 +119,10 @@ class FakeEngine:
         await self._sleep(self.answer_delay_s)
         if self.break_after_words is not None:
             self._break(request)
-        envelope = {"status": self.later_error or 200, "headers": {"content-type": "application/json", **self.extra_headers}}
+        envelope = {
+            "status": self.later_error or 200,
+            "headers": {"content-type": "application/json", **self.extra_headers},
+        }
         await response.write((b"[]" if self.garbled_envelope else json.dumps(envelope).encode()) + b"\n")
         await response.write(b'{"error":"engine died"}' if self.later_error else self.whole(text))
         return response
@@ -155,7 +162,7 @@ class FakeEngine:
 
 @asynccontextmanager
 async def running(engine: FakeEngine, port: int = 0) -> AsyncIterator[FakeEngine]:
-    app = web.Application()
+    app = web.Application(client_max_size=64 * 1024 * 1024)
     app.router.add_post("/v1/chat/completions", engine.chat)
     app.router.add_get("/v1/models", engine.models)
     app.router.add_get("/health", engine.health)

@@ -129,9 +129,10 @@ async def test_a_shadow_policy_changes_nothing_and_records_what_it_would_do(
         entry = await proxy.entry()
         assert (entry["action"], entry["would"], entry["rules"]) == ("allow", "block", [])
         assert [(hit["rule"], hit["mode"]) for hit in entry["hits"]] == [("stop", "shadow"), ("watch", "shadow")]
-        assert b'guard_rule_hits_total{action="block",mode="shadow",policy="test",rule="stop"} 1.0' in (
-            await proxy.get("/metrics")
-        )[2]
+        assert (
+            b'guard_rule_hits_total{action="block",mode="shadow",policy="test",rule="stop"} 1.0'
+            in (await proxy.get("/metrics"))[2]
+        )
 
 
 async def test_a_shadow_policy_does_not_hold_a_stream_for_readouts_that_are_late(start_proxy: StartProxy) -> None:
@@ -150,7 +151,9 @@ async def test_a_policy_without_detectors_asks_for_nothing(start_proxy: StartPro
 
 
 async def test_the_official_client_streams_and_reads_the_request_id(proxy: Proxy) -> None:
-    raw = await client(proxy).chat.completions.with_raw_response.create(**STREAM, extra_headers={"x-request-id": "my-1"})
+    raw = await client(proxy).chat.completions.with_raw_response.create(
+        **STREAM, extra_headers={"x-request-id": "my-1"}
+    )
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in raw.parse()])
     assert text == "".join(WORDS)
     assert raw.headers["x-request-id"] == "my-1"

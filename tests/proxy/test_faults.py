@@ -60,7 +60,10 @@ async def test_readouts_that_are_late_are_waited_for_a_bounded_time(proxy: Proxy
 @both
 async def test_a_rule_that_blocks_on_error_lets_nothing_pass_unmeasured(start_proxy: StartProxy, stream: bool) -> None:
     strict = POLICY.replace("on_error: flag", "on_error: block")
-    async with running(FakeEngine(event="missing", answer_delay_s=None)) as engine, start_proxy(engine, strict) as proxy:
+    async with (
+        running(FakeEngine(event="missing", answer_delay_s=None)) as engine,
+        start_proxy(engine, strict) as proxy,
+    ):
         status, headers, body = await proxy.post({**BODY, "stream": stream})
         assert (status, error_of(body)["code"]) == (503, "guard_unavailable")
         assert headers["x-should-retry"] == "false"

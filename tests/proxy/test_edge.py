@@ -1,0 +1,228 @@
+"""What the proxy refuses at its edge, and that nothing it lets in means something else to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guard.mia.spec import HiddenCapture, MiaSpec
+from guard.proxy.body import parse_chat_request
+from guard.proxy.errors import InvalidRequestError
+from tests.proxy.conftest import BODY, Proxy, StartProxy
+from tests.proxy.engine import FakeEngine, running
+
+SPEC = MiaSpec(hidden={"a.h": HiddenCapture(layer=3)})
+MESSAGES = b'"messages":[{"role":"user","content":"private words"}]'
+CHAT = "/v1/chat/completions"
+
+
+def wire(extra: bytes) -> bytes:
+    return b'{"model":"tiny",' + MESSAGES + b"," + extra + b"}"
+
+
+MALFORMED = {
+    "empty": (b"", None),
+    "not JSON": (b"{'model': 1}", None),
+    "cut off": (b'{"model": "tiny"', None),
+    "a list": (b"[]", None),
+    "a number": (b"7", None),
+    "null": (b"null", None),
+    "not UTF-8": (b'{"model": "\xff"}', None),
+    "with a byte order mark": (b"\xef\xbb\xbf" + wire(b'"n":1'), None),
+    "two values": (wire(b'"n":1') * 2, None),
+    "the same key twice": (wire(b'"model":"tiny"'), None),
+    "the same key twice, spelt differently": (wire(b'"mod\\u0065l":"tiny"'), None),
+    "the same key twice, deep inside": (wire(b'"tools":[{"a":{"x":1,"x":2}}]'), None),
+    "NaN": (wire(b'"temperature":NaN'), None),
+    "Infinity": (wire(b'"temperature":-Infinity'), None),
+    "a float beyond float64": (wire(b'"temperature":1e999'), None),
+    "an integer of 10,000 digits": (wire(b'"seed":' + b"9" * 10_000), None),
+    "nested 100,000 deep": (wire(b'"tools":' + b"[" * 100_000 + b"]" * 100_000), None),
+    "no model": (b"{" + MESSAGES + b"}", "model"),
+    "an empty model": (b'{"model":"",' + MESSAGES + b"}", "model"),
+    "a model that is a number": (b'{"model":1,' + MESSAGES + b"}", "model"),
+    "no messages": (b'{"model":"tiny"}', "messages"),
+    "empty messages": (b'{"model":"tiny","messages":[]}', "messages"),
+    "messages that are text": (b'{"model":"tiny","messages":"private words"}', "messages"),
+    "a message that is text": (b'{"model":"tiny","messages":["private words"]}', "messages[0]"),
+    "a message without role": (b'{"model":"tiny","messages":[{"content":"private words"}]}', "messages[0].role"),
+    "stream that is text": (wire(b'"stream":"true"'), "stream"),
+    "stream that is a number": (wire(b'"stream":1'), "stream"),
+    "vllm_xargs that is text": (wire(b'"vllm_xargs":"mia"'), "vllm_xargs"),
+    "our own field": (wire(b'"vllm_xargs":{"mia":"{}"}'), "vllm_xargs.mia"),
+    "our own field, spelt differently": (wire(b'"vllm_xarg\\u0073":{"m\\u0069a":"{}"}'), "vllm_xargs.mia"),
+    "beam search, which cannot be read": (wire(b'"use_beam_search":true'), "use_beam_search"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_a_malformed_request_is_a_400_in_openais_shape_and_goes_no_further(proxy: Proxy, name: str) -> None:
+    raw, param = MALFORMED[name]
+    status, headers, body = await proxy.post(raw)
+    error = json.loads(body)["error"]
+    assert (status, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_request")
+    assert error["param"] == param
+    assert "private words" not in body.decode()
+    assert headers["x-request-id"]
+    assert not proxy.engine.bodies
+    entry = await proxy.entry()
+    assert (entry["outcome"], entry["status"], entry["action"]) == ("refused", 400, "none")
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300)
+def test_any_bytes_are_a_request_or_a_refusal(raw: bytes) -> None:
+    try:
+        assert parse_chat_request(raw).model
+    except InvalidRequestError:
+        return
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(max_size=8), json_values, max_size=5), st.booleans())
+@settings(max_examples=200)
+def test_the_engine_gets_every_field_unchanged_but_for_ours(extra: dict[str, Any], ascii_only: bool) -> None:
+    fields = {"vllm_xargs": {"other": "x"}, **extra, **BODY}
+    if not isinstance(fields["vllm_xargs"], dict | None) or fields.get("use_beam_search"):
+        return
+    parsed = parse_chat_request(json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"))
+    sent = json.loads(parsed.to_json(SPEC))
+    assert sent["vllm_xargs"].pop("mia") == SPEC.to_wire()
+    assert sent == {**fields, "vllm_xargs": fields["vllm_xargs"] or {}}
+    assert json.loads(parsed.to_json()) == fields
+
+
+@given(json_values)
+def test_a_deep_or_odd_messages_field_never_raises_anything_else(messages: Any) -> None:
+    try:
+        parse_chat_request(json.dumps({"model": "m", "messages": messages}).encode())
+    except InvalidRequestError as error:
+        assert (error.param or "").startswith("messages")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_is_too_large_is_refused_as_soon_as_that_is_known(
+    start_proxy: StartProxy, chunked: bool
+) -> None:
+    async with running(FakeEngine()) as engine, start_proxy(engine, max_body_bytes=2048) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode())
+        if chunked:
+            writer.write(b"transfer-encoding: chunked\r\n\r\n" + b"800\r\n" + b" " * 2048 + b"\r\n1\r\n \r\n")
+        else:
+            writer.write(b"content-length: 3000000000\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(4096), 5)
+        assert b" 413 " in answer.splitlines()[0]
+        assert b"request_too_large" in answer
+        writer.close()
+        assert (await proxy.entry())["error_code"] == "request_too_large"
+
+
+async def test_a_large_body_within_the_limit_passes(proxy: Proxy) -> None:
+    body = {**BODY, "messages": [{"role": "user", "content": "ä" * 1_000_000}]}
+    assert (await proxy.post(body))[0] == 200
+    assert proxy.engine.bodies[0]["messages"] == body["messages"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/completions", 404), ("POST", "/v1/embeddings", 404), ("GET", "/", 404), ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404), ("POST", "/v1/chat/completions/", 404), ("POST", "//v1/chat/completions", 404),
+        ("POST", "/v1/chat/../chat/completions", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405),
+        ("POST", "/V1/chat/completions", 404), ("POST", "/v1/mia/capabilities", 404),
+    ],
+)  # fmt: skip
+async def test_nothing_else_reaches_the_engine(proxy: Proxy, method: str, path: str, status: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
+    writer.write(
+        f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 0\r\n\r\n".encode()
+    )
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert f" {status} ".encode() in head.splitlines()[0]
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    writer.close()
+    assert not proxy.engine.headers
+    assert (await proxy.entry())["outcome"] == "refused"
+
+
+async def test_a_percent_encoded_path_is_the_route_itself_and_guarded(proxy: Proxy) -> None:
+    status, headers, _ = await proxy.post(path="/v1/chat%2Fcompletions")
+    assert status in (200, 404)
+    assert status == 404 or headers["x-guard-action"] == "allow"
+
+
+async def test_a_web_page_cannot_use_the_proxy(proxy: Proxy) -> None:
+    assert (await proxy.post(headers={"content-type": "text/plain"}))[0] == 415
+    for path in ("/v1/models", "/metrics"):
+        status, _, body = await proxy.get(path, {"host": "attacker.example"})
+        assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden_host")
+    assert (await proxy.post(headers={"host": "attacker.example:8080"}))[0] == 403
+    assert not proxy.engine.headers
+
+
+async def test_with_keys_only_their_holders_are_answered_and_no_key_goes_further(start_proxy: StartProxy) -> None:
+    hashes = ",".join(hashlib.sha256(key.encode()).hexdigest() for key in ("key-one", "key-two"))
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, api_key_hashes=hashes, upstream_api_key="engine-key") as proxy:
+        for given_key in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic key-one"}):
+            status, headers, body = await proxy.post(headers=given_key)
+            assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+            assert headers["www-authenticate"] == "Bearer"
+        assert not engine.bodies
+        for key in ("key-one", "key-two"):
+            assert (await proxy.post(headers={"authorization": f"Bearer {key}", "host": "guard.example"}))[0] == 200
+        assert {headers["authorization"] for headers in engine.headers} == {"Bearer engine-key"}
+        assert "key-one" not in proxy.ledger.read_text()
+
+
+async def test_headers_pass_by_list_in_both_directions(proxy: Proxy) -> None:
+    sent = {"authorization": "Bearer mine", "cookie": "a=b", "x-mia-early": "0", "x-custom": "1", "traceparent": "00-1"}
+    _, headers, _ = await proxy.post(headers=sent)
+    (got,) = proxy.engine.headers
+    assert got.keys() & sent.keys() == {"x-mia-early", "traceparent"}
+    assert (got["x-mia-early"], got["traceparent"]) == ("1", "00-1")
+    assert "x-internal" not in headers
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "x" * 65, "../../etc", "id;drop", "é", "-x"])
+async def test_a_request_id_that_is_not_a_plain_token_is_replaced(proxy: Proxy, bad: str) -> None:
+    _, headers, _ = await proxy.post(headers={"x-request-id": bad})
+    assert headers["x-request-id"] not in ("", bad)
+    assert headers["x-request-id"] == headers["x-guard-request-id"] == proxy.engine.headers[0]["x-request-id"]
+    assert (await proxy.entry())["request_id"] == headers["x-request-id"]
+
+
+async def test_a_header_cannot_be_injected_through_anything_that_is_echoed(proxy: Proxy) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
+    data = json.dumps(BODY).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}x-request-id: a\x0bset-cookie: b\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    answer = await reader.read()
+    assert b"set-cookie" not in answer
+    writer.close()
+
+
+async def test_two_framings_of_one_body_are_refused(proxy: Proxy) -> None:
+    """Request smuggling: what one server takes as the next request must not be this one's body to another."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    smuggled = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    writer.write(f"{head}content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n{smuggled}".encode())
+    writer.write_eof()
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert b" 400 " in answer.splitlines()[0]
+    writer.close()
+    assert not proxy.engine.bodies
