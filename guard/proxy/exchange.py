@@ -35,6 +35,7 @@ class Exchange:
     label: str
     headers: Headers = field(init=False)
     streaming: bool = False
+    ended: bool = False
 
     def __post_init__(self) -> None:
         self.headers = Headers(scope=self.scope)
@@ -75,8 +76,9 @@ class Exchange:
         watching = asyncio.ensure_future(self._disconnected())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
+            # After the last byte the server says "disconnected" too; the work then only tidies up.
+            if working.done() or self.ended:
+                return await working
             raise ClientGoneError
         finally:
             for task in (working, watching):
@@ -97,6 +99,7 @@ class Exchange:
 
     async def end(self, last: bytes = b"") -> None:
         await self.send({"type": "http.response.body", "body": last})
+        self.ended = True
 
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Send a whole answer."""
