@@ -69,7 +69,7 @@ def missing_actions(actions: Iterable[str]) -> list[str]:
 
 def curl_command(proxy_url: str) -> str:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": DEFAULT_MODEL, "messages": messages})
+    body = json.dumps({"model": DEFAULT_MODEL, "messages": messages, "temperature": 0})
     return f"curl -i {proxy_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
 
 

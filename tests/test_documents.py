@@ -62,5 +62,5 @@ def test_the_python_example_in_the_readme_prints_what_it_should(
     exec(program.replace("http://127.0.0.1:8080", proxy_url), {})  # noqa: S102 - our own page
     assert capsys.readouterr().out.splitlines() == [
         "allow The capital of France is Paris.",
-        "content_filter injection",
+        "content_filter This request looks like an attempt to override the assistant's instructions. (rule injection)",
     ]
