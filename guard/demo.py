@@ -58,6 +58,7 @@ async def _demo(options: ServeOptions, *, once: bool) -> int:
             say(f"Not shown: {', '.join(missing)}. Model, policy or thresholds are not the shipped ones.")
         if not once:
             say(f"\nBoth keep running until Ctrl-C. Try your own:\n\n{curl_command(pair.proxy_url)}\n")
+            say(f"Ledger: {pair.ledger}   metrics: {pair.proxy_url}/metrics")
             await pair.wait_ended()
         return 1 if missing else 0
 
