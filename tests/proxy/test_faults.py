@@ -151,10 +151,15 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_never_silently(proxy:
     for name, value in fault.items():
         setattr(proxy.engine, name, value)
     client = openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="unused")
-    words = []
-    with pytest.raises(openai.APIError, match="broke off|closed the connection"):
-        async for chunk in await client.chat.completions.create(**STREAM):
+    stream = await client.chat.completions.create(**STREAM)
+    words = [(await anext(stream)).choices[0].delta.content for _ in range(2)]
+
+    async def read_on() -> None:
+        async for chunk in stream:
             words.append(chunk.choices[0].delta.content)
+
+    with pytest.raises(openai.APIError, match=r"broke off|closed the connection"):
+        await read_on()
     assert words[:2] == ["The", " answer"]
     entry = await proxy.entry()
     assert (entry["outcome"], entry["status"], entry["error_code"]) == ("upstream_broken", 200, "upstream_unavailable")
