@@ -33,7 +33,7 @@ COEFFICIENTS = (0.8, 1.0, 1.2, 1.4)
 DEPTHS = (0.7, 0.73, 0.77, 0.8, 0.87, 0.9)
 """Layers tried, as shares of the model's depth; the earlier ones turned answers into loops before they declined."""
 ANSWER_TOKENS = 40
-LEAST_DISTINCT = 0.8
+LEAST_DISTINCT = 0.9
 """Answers whose share of distinct word triples falls below this share of the unsteered one's count as loops."""
 
 DECLINES = re.compile(r"\b(sorry|can't|cannot|unable|not (able|allowed|available)|apologi[sz]e)\b", re.IGNORECASE)
