@@ -1,6 +1,6 @@
 """``guard policy lint``: check policy files without an engine.
 
-With a model's calibrations at hand, thresholds and spans are checked too; the schema alone is checked otherwise.
+With a model's calibrations at hand, thresholds, spans and steering vectors are checked too; the schema alone otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def lint(
         try:
             loaded = load_policy(path)
             if config_key is not None and model_configs is not None:
-                bind(loaded, build_detectors(loaded, config_key, model_configs))
+                vectors = {path.stem for path in (model_configs / "steering" / config_key).glob("*.safetensors")}
+                bind(loaded, build_detectors(loaded, config_key, model_configs), vectors)
         except PolicyError as error:
             say(str(error))
             failed = 1

@@ -106,6 +106,25 @@ def test_without_readouts_every_detector_is_unavailable_with_the_reason(tmp_path
     assert all(hit.on_error for hit in policy.decide(scores).hits)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
+def test_a_score_that_is_not_a_number_is_no_score(tmp_path: Path, value: float | None) -> None:
+    class Odd(Fake):
+        def score(self, readouts: Mapping[str, Readout]) -> Score:
+            return Score("scored", value)
+
+    assert bind(load(tmp_path), {"one": Odd(), "two": Fake()}).scores(readouts(0, 0))["one"].status == "unavailable"
+
+
+def test_a_detector_that_raises_gives_no_score_and_the_others_do(tmp_path: Path) -> None:
+    class Broken(Fake):
+        def score(self, readouts: Mapping[str, Readout]) -> Score:
+            raise ZeroDivisionError("private words")
+
+    scores = bind(load(tmp_path), {"one": Broken(), "two": Fake()}).scores(readouts(0, 0.5))
+    assert scores["one"] == Score("unavailable", reason="the detector failed (ZeroDivisionError)")
+    assert scores["two"].status == "scored"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -28,6 +28,17 @@ def test_lint_reports_every_file_and_fails_when_one_is_bad(tmp_path: Path) -> No
     assert lint(POLICIES, said.append) == 0
 
 
+def test_with_a_model_lint_knows_its_thresholds_and_steering_vectors(tmp_path: Path) -> None:
+    key, folder, said = "SmolLM2-135M-Instruct", data_folder("model_configs"), list[str]()
+    assert lint(POLICIES, said.append, config_key=key, model_configs=folder) == 0, said
+    text = (data_folder("policies") / "default.yaml").read_text()
+    for old, new in (("at_least: fpr_5pct}", "at_least: fpr_7pct}"), ("vector: caution", "vector: courage")):
+        (tmp_path / "bad.yaml").write_text(text.replace(old, new))
+        assert lint([tmp_path / "bad.yaml"], said.append) == 0
+        assert lint([tmp_path / "bad.yaml"], said.append, config_key=key, model_configs=folder) == 1
+        assert new.removesuffix("}").split()[-1] in said[-1]
+
+
 def test_the_reference_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "policy-reference.md").read_text()
     assert page == reference(), "run: python -m guard.policy.reference > docs/policy-reference.md"
