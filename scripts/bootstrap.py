@@ -26,6 +26,7 @@ OLDEST_PIP = 24
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """The CPU build of vLLM wants ``torch==X+cpu``, which on the open internet only this index has."""
 PROBE_TIMEOUT_S = 3
+REPORT_INTERVAL_S = 3
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """The CPU build of vLLM pulls these in, built for another torch: importing torchvision fails with "operator
@@ -47,7 +48,7 @@ def main() -> None:
         run(sys.executable, "-m", "venv", str(VENV))
     upgrade_pip()
     say("installing vLLM and the guard (about 1 GB for CPU, 8 GB for CUDA; the first time takes minutes)")
-    pip("install", "--editable", f"{ROOT}[{extra},calibrate,dev]", *index_arguments(extra))
+    install(f"{ROOT}[{extra},calibrate,dev]", *index_arguments(extra))
     if extra == "cpu":
         say(f"removing {', '.join(TORCH_COMPANIONS)}: they do not work beside the CPU build")
         pip("uninstall", "--yes", "--quiet", *TORCH_COMPANIONS)
@@ -58,9 +59,7 @@ def main() -> None:
 def check_python() -> None:
     if sys.version_info < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
-        stop(
-            f"Python {wanted} or newer is needed, this is {python_version()}. Then: make PYTHON=/path/to/it"
-        )
+        stop(f"Python {wanted} or newer is needed, this is {python_version()}. Then: make PYTHON=/path/to/it")
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         minor = f"{sys.version_info.major}.{sys.version_info.minor}"
         stop(f"this Python has no venv module. On Debian and Ubuntu: sudo apt install python{minor}-venv")
@@ -107,6 +106,24 @@ def index_arguments(extra: str) -> list[str]:
         say(f"{TORCH_CPU_INDEX} does not answer: using pip's own index alone")
         return []
     return ["--extra-index-url", TORCH_CPU_INDEX]
+
+
+def install(what: str, *arguments: str) -> None:
+    """pip's hundreds of lines become one every few seconds, and all of them when it fails."""
+    command = [str(PYTHON), "-u", "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off"]
+    lines: list[str] = []
+    next_s = time.monotonic() + REPORT_INTERVAL_S
+    with subprocess.Popen(
+        [*command, *arguments, "--editable", what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if time.monotonic() >= next_s:
+                next_s = time.monotonic() + REPORT_INTERVAL_S
+                say(f"pip: {lines[-1].strip()[:100]}")
+    if process.returncode != 0:
+        stop("\n".join([*lines, f"pip failed with exit code {process.returncode}. Repair that and run make again."]))
 
 
 def pip(*arguments: str) -> None:
