@@ -27,7 +27,7 @@ def calibrate(
         "smollm2-135m"
     ),
     out: Annotated[Path, typer.Option(help="Folder that gets KIND/MODEL.json.")] = Path("model_configs"),
-    seed: Annotated[int, typer.Option(help="Decides the split and every draw; same seed, same files.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides the split and every draw.")] = 0,
 ) -> None:
     """Measure a model: choose heads and layers, fit, set thresholds, and write what its detectors need."""
     from detectors.calibration.features import FeatureError

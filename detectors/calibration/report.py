@@ -81,4 +81,4 @@ def main(document: Path, model_configs: Path, config_key: str = "SmolLM2-135M-In
 
 
 if __name__ == "__main__":
-    main(*(Path(argument) for argument in sys.argv[1:3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
