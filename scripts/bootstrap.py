@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from platform import python_version
@@ -26,7 +27,7 @@ OLDEST_PIP = 24
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """The CPU build of vLLM wants ``torch==X+cpu``, which on the open internet only this index has."""
 PROBE_TIMEOUT_S = 3
-REPORT_INTERVAL_S = 3
+REPORT_INTERVAL_S = 5
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """The CPU build of vLLM pulls these in, built for another torch: importing torchvision fails with "operator
@@ -111,19 +112,18 @@ def index_arguments(extra: str) -> list[str]:
 def install(what: str, *arguments: str) -> None:
     """pip's hundreds of lines become one every few seconds, and all of them when it fails."""
     command = [str(PYTHON), "-u", "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off"]
-    lines: list[str] = []
-    next_s = time.monotonic() + REPORT_INTERVAL_S
-    with subprocess.Popen(
-        [*command, *arguments, "--editable", what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    command += [*arguments, "--editable", what]
+    lines = ["starting"]
+    started_s = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.rstrip())
-            if time.monotonic() >= next_s:
-                next_s = time.monotonic() + REPORT_INTERVAL_S
-                say(f"pip: {lines[-1].strip()[:100]}")
+        reader = threading.Thread(target=lines.extend, args=(process.stdout,))
+        reader.start()
+        while reader.is_alive():
+            reader.join(REPORT_INTERVAL_S)
+            say(f"{time.monotonic() - started_s:4.0f} s: {lines[-1].strip()[:100]}")
     if process.returncode != 0:
-        stop("\n".join([*lines, f"pip failed with exit code {process.returncode}. Repair that and run make again."]))
+        stop("".join([*lines, f"\npip failed with exit code {process.returncode}. Repair that and run make again."]))
 
 
 def pip(*arguments: str) -> None:
