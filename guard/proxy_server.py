@@ -33,7 +33,8 @@ class _Server(uvicorn.Server):
 def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
     """The proxy's port, taken before anything slow starts, so that no other program can take it meanwhile."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    # asyncio turns Nagle's algorithm off only on sockets that say they are TCP; with it on, an answer waits some 40 ms.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

@@ -11,6 +11,7 @@ import typer.main
 
 import guard
 from guard.cli import app
+from guard.data import default_policy
 from guard.policy import load_policy
 
 CHECKOUT = Path(__file__).parent.parent
@@ -45,7 +46,15 @@ def test_the_readme_is_short() -> None:
 def test_the_policy_in_the_readme_is_a_policy(tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "readme.yaml").write_text(text)
-    assert [rule.action for rule in load_policy(tmp_path / "readme.yaml").policy.rules] == ["block", "steer"]
+    shown = load_policy(tmp_path / "readme.yaml").policy
+    shipped = {rule.name: rule for rule in load_policy(default_policy()).policy.rules}
+    assert [rule.action for rule in shown.rules] == ["block", "steer"]
+    for rule in shown.rules:
+        assert (rule.when, rule.action, rule.steer) == (
+            shipped[rule.name].when,
+            shipped[rule.name].action,
+            shipped[rule.name].steer,
+        )
 
 
 def test_the_version_is_the_same_everywhere() -> None:

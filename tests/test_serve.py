@@ -176,3 +176,23 @@ def test_while_vllm_is_dead_errors_have_openais_shape_and_it_comes_back_by_itsel
     while post(running_pair.proxy_url, body)[0] != 200:
         assert time.monotonic() < deadline_s, "the engine did not come back"
         time.sleep(1)
+
+
+def test_answers_do_not_wait_for_the_clients_acknowledgement() -> None:
+    async def accepted_without_delay() -> int:
+        delays: list[int] = []
+
+        async def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            delays.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with listening_socket("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            async with await asyncio.start_server(accept, sock=listener):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                await reader.read()
+                writer.close()
+        return delays[0]
+
+    assert asyncio.run(accepted_without_delay()) == 1
