@@ -13,6 +13,7 @@ import guard
 from guard.cli import app
 from guard.data import default_policy
 from guard.policy import load_policy
+from guard.reference import reference
 
 CHECKOUT = Path(__file__).parent.parent
 PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md")])
@@ -73,3 +74,8 @@ def test_the_python_example_in_the_readme_prints_what_it_should(
         "allow The capital of France is Paris.",
         "content_filter This request looks like an attempt to override the assistant's instructions. (rule injection)",
     ]
+
+
+def test_the_api_page_is_what_the_code_says() -> None:
+    page = (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: python -m guard.reference > docs/api.md"

@@ -2,13 +2,13 @@
 
     ApiError
     ├── InvalidRequestError       400  the body is not a chat request
-    │   ├── TooLargeError         413
-    │   ├── MediaTypeError        415
-    │   └── SlowBodyError         408
-    ├── InvalidKeyError           401
-    ├── ForbiddenHostError        403
-    ├── NotFoundError             404
-    ├── MethodError               405
+    │   ├── TooLargeError         413  the body is larger than the limit
+    │   ├── MediaTypeError        415  the body is not declared to be JSON
+    │   └── SlowBodyError         408  the body did not come in time
+    ├── InvalidKeyError           401  no API key, or an unknown one
+    ├── ForbiddenHostError        403  without API keys only this machine is answered
+    ├── NotFoundError             404  a path that the guard does not serve
+    ├── MethodError               405  the wrong method for the path
     ├── BlockedError              400  a rule hit
     ├── GuardUnavailableError     503  a rule that blocks on_error got no score
     ├── SteeringError             502  vLLM cannot steer as the policy says
@@ -16,7 +16,7 @@
     │   ├── UpstreamBusyError     503  it does not accept connections in time
     │   └── UpstreamSilentError   504  it accepted, and then said nothing
     ├── StoppedError              503  the proxy was told to stop
-    └── InternalError             500
+    └── InternalError             500  a fault of the proxy
 
 Owns status, ``error.type``, ``error.code`` and the outcome for ledger and metrics. Never holds prompt text.
 """
