@@ -49,36 +49,68 @@ class GatherTap:
         return len(self.rows)
 
 
+@dataclass(frozen=True)
+class SteerEntries:
+    """What one layer's steering does in one step, pass by pass. All but ``bounds``: ``[entries]``, host."""
+
+    rows: IntArray
+    slots: IntArray
+    modes: IntArray
+    coefficients: npt.NDArray[np.float32]
+    targets: npt.NDArray[np.float32]
+    keep_norm: npt.NDArray[np.bool_]
+    bounds: IntArray
+
+
 @dataclass
 class SteerTap:
-    """Rows to steer after one layer. rows, slots: ``[capacity]`` int64; coefficients: ``[capacity]`` float32."""
+    """Rows to steer after one layer, as ``ops.steer_rows`` takes them."""
 
     rows: torch.Tensor
     slots: torch.Tensor
+    modes: torch.Tensor
     coefficients: torch.Tensor
-    count: torch.Tensor
+    targets: torch.Tensor
+    keep_norm: torch.Tensor
+    bounds: torch.Tensor
     bank: torch.Tensor
 
     @classmethod
     def allocate(cls, capacity: int, bank: torch.Tensor) -> SteerTap:
-        device = bank.device
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(capacity, dtype=dtype, device=bank.device)
+
         return cls(
-            rows=torch.zeros(capacity, dtype=torch.int64, device=device),
-            slots=torch.zeros(capacity, dtype=torch.int64, device=device),
-            coefficients=torch.zeros(capacity, dtype=torch.float32, device=device),
-            count=torch.zeros(1, dtype=torch.int64),
+            rows=zeros(torch.int64),
+            slots=zeros(torch.int64),
+            modes=zeros(torch.int64),
+            coefficients=zeros(torch.float32),
+            targets=zeros(torch.float32),
+            keep_norm=zeros(torch.bool),
+            bounds=torch.zeros(MAX_VECTORS_PER_LAYER + 1, dtype=torch.int64),
             bank=bank,
         )
 
-    def fill(self, rows: IntArray, slots: IntArray, coefficients: npt.NDArray[np.float32]) -> None:
-        n = len(rows)
-        self.rows[:n].copy_(torch.from_numpy(rows))
-        self.slots[:n].copy_(torch.from_numpy(slots))
-        self.coefficients[:n].copy_(torch.from_numpy(coefficients))
-        self.count.fill_(n)
+    def fill(self, entries: SteerEntries) -> None:
+        n = len(entries.rows)
+        for buffer, values in (
+            (self.rows, entries.rows),
+            (self.slots, entries.slots),
+            (self.modes, entries.modes),
+            (self.coefficients, entries.coefficients),
+            (self.targets, entries.targets),
+            (self.keep_norm, entries.keep_norm),
+        ):
+            buffer[:n].copy_(torch.from_numpy(values))
+        self.bounds.copy_(torch.from_numpy(entries.bounds))
 
     def clear(self) -> None:
-        self.count.zero_()
+        self.bounds.zero_()
+
+    @property
+    def size_bytes(self) -> int:
+        entries = (self.rows, self.slots, self.modes, self.coefficients, self.targets, self.keep_norm)
+        return sum(buffer.nbytes for buffer in entries)
 
 
 @dataclass(frozen=True)
@@ -157,7 +189,7 @@ class TapBuffers:
     def size_bytes(self) -> int:
         taps = [*self.hidden.values(), *self.query.values(), *self.key.values()]
         gathered = sum(tap.out.nbytes + tap.rows.nbytes for tap in taps)
-        steered = sum(t.rows.nbytes + t.slots.nbytes + t.coefficients.nbytes for t in self.steer.values())
+        steered = sum(tap.size_bytes for tap in self.steer.values())
         bank = next((tap.bank.nbytes for tap in self.steer.values()), 0)
         return gathered + steered + bank
 

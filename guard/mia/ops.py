@@ -6,6 +6,7 @@ registration. Imported only in processes that load a model. Counts live on the h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -39,34 +40,72 @@ def _gather_rows_fake(
     return
 
 
+ADD, PROJECT, REPLACE = 0, 1, 2
+"""Modes of ``steer_rows``. Ablation is projection on target 0."""
+
+
 def steer_rows(
-    stream: torch.Tensor,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
     rows: torch.Tensor,
     slots: torch.Tensor,
+    modes: torch.Tensor,
     coefficients: torch.Tensor,
-    count: torch.Tensor,
+    targets: torch.Tensor,
+    keep_norm: torch.Tensor,
+    bounds: torch.Tensor,
     bank: torch.Tensor,
 ) -> None:
-    """``stream[rows[i]] += coefficients[i] * bank[slots[i]]`` for ``i < count``; a row may occur several times.
+    """Change rows of the stream ``hidden + residual`` by writing to ``hidden``, in passes one after the other.
 
-    stream: ``[..., hidden_size]`` without gaps, the model's dtype, written; leading dimensions count as one, tokens.
-    rows, slots: ``[capacity]`` int64, read. coefficients: ``[capacity]`` float32, read.
-    count: ``[1]`` int64 on the host, read. bank: ``[vectors, hidden_size]`` float32, read.
-    The product is rounded once, to the stream's dtype.
+    hidden: ``[..., hidden_size]`` without gaps, the model's dtype, written; residual: the same or None, read; leading
+    dimensions count as one, tokens. rows, slots: ``[capacity]`` int64, read. modes: ``[capacity]`` int64, read.
+    coefficients, targets: ``[capacity]`` float32, read. keep_norm: ``[capacity]`` bool, read.
+    bounds: ``[passes + 1]`` int64 on the host, read: pass p has entries ``bounds[p]:bounds[p + 1]``, each of another
+    row. bank: ``[vectors, hidden_size]`` float32, read. The change is computed in float32 and rounded once.
     """
-    n = int(count)
-    if n == 0:
-        return
-    delta = bank.index_select(0, slots[:n]) * coefficients[:n, None]
-    stream.view(-1, stream.shape[-1]).index_add_(0, rows[:n], delta.to(stream.dtype))
+    flat = hidden.view(-1, hidden.shape[-1])
+    limits = bounds.tolist()
+    for begin, end in itertools.pairwise(limits):
+        if begin == end:
+            continue
+        part = slice(begin, end)
+        wanted = rows[part]
+        vectors = bank.index_select(0, slots[part])
+        scale = coefficients[part, None]
+        if not (modes[part].any() or keep_norm[part].any()):
+            flat.index_add_(0, wanted, (vectors * scale).to(flat.dtype))
+            continue
+        before = flat.index_select(0, wanted).float()
+        if residual is not None:
+            before = before + residual.reshape(flat.shape).index_select(0, wanted).float()
+        change = _change(before, vectors, scale, modes[part, None], targets[part, None])
+        after = before + change
+        ratio = before.norm(dim=1, keepdim=True) / after.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        change = torch.where(keep_norm[part, None], after * ratio - before, change)
+        flat.index_add_(0, wanted, change.to(flat.dtype))
+
+
+def _change(
+    before: torch.Tensor, vectors: torch.Tensor, scale: torch.Tensor, modes: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """What each row's mode adds. before, vectors: ``[n, hidden_size]``; scale, modes, targets: ``[n, 1]``."""
+    unit = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    projected = scale * (targets - (before * unit).sum(dim=1, keepdim=True)) * unit
+    replaced = scale * vectors - before
+    return torch.where(modes == PROJECT, projected, torch.where(modes == REPLACE, replaced, scale * vectors))
 
 
 def _steer_rows_fake(
-    stream: torch.Tensor,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
     rows: torch.Tensor,
     slots: torch.Tensor,
+    modes: torch.Tensor,
     coefficients: torch.Tensor,
-    count: torch.Tensor,
+    targets: torch.Tensor,
+    keep_norm: torch.Tensor,
+    bounds: torch.Tensor,
     bank: torch.Tensor,
 ) -> None:
     return
@@ -78,4 +117,4 @@ def _register(name: str, op: Callable[..., None], fake: Callable[..., None], mut
 
 
 _register("gather_rows", gather_rows, _gather_rows_fake, ["out"])
-_register("steer_rows", steer_rows, _steer_rows_fake, ["stream"])
+_register("steer_rows", steer_rows, _steer_rows_fake, ["hidden"])

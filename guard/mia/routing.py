@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from guard.mia.buffers import GatherTap, IntArray, TapBuffers
-from guard.mia.spec import HiddenCapture, MiaSpec, SpanPositions, Steer, TokenRanges
+from guard.mia.buffers import GatherTap, IntArray, SteerEntries, TapBuffers
+from guard.mia.ops import ADD, PROJECT, REPLACE
+from guard.mia.spec import MAX_VECTORS_PER_LAYER, HiddenCapture, MiaSpec, SpanPositions, Steer, TokenRanges
+from guard.mia.steering import Bank
 
 NO_ROWS = "no space for these rows in one step (max_hidden_rows_per_step)"
 NO_MEMORY = "no space for what is gathered of this prompt (max_host_bytes)"
@@ -123,12 +126,15 @@ class StepPlan:
     sampled: list[str] = field(default_factory=list)
 
 
-class Router:
-    """Requests in, routing entries out. ``vector_slots`` maps a steering vector's name to its row in the bank."""
+MODES = {"add_vector": ADD, "project": PROJECT, "ablate": PROJECT, "replace": REPLACE}
 
-    def __init__(self, buffers: TapBuffers, vector_slots: dict[str, int], max_host_bytes: int) -> None:
+
+class Router:
+    """Requests in, routing entries out."""
+
+    def __init__(self, buffers: TapBuffers, bank: Bank, max_host_bytes: int) -> None:
         self._buffers = buffers
-        self._vector_slots = vector_slots
+        self._bank = bank
         self._max_host_bytes = max_host_bytes
         self._host_bytes = 0
         self._filled = False
@@ -191,7 +197,7 @@ class Router:
             return None
         plan = StepPlan()
         gathered = _Gathered()
-        steered: dict[int, list[_SteerRun]] = defaultdict(list)
+        steered: dict[int, list[list[_SteerRun]]] = defaultdict(list)
         for i, request_id in asking:
             tracked = self.requests[request_id]
             rows = _Window(int(batch.starts[i]), int(batch.computed[i]), int(batch.starts[i + 1] - batch.starts[i]))
@@ -201,9 +207,8 @@ class Router:
                 if rows.end == batch.known[i]:
                     plan.sampled.append(request_id)
                 tracked.seen = max(tracked.seen, rows.end)
-            for steer in tracked.spec.steer:
-                if run := self._route_steer(steer, tracked.prompt_len, rows):
-                    steered[steer.layer].append(run)
+            for layer, runs in self._route_steering(tracked, rows).items():
+                steered[layer].append(runs)
         self._write(gathered, steered)
         return plan
 
@@ -246,16 +251,17 @@ class Router:
                 ids = token_ids[wanted.start : wanted.end].copy()
                 plan.row_chunks.append(RowChunk(request_id, name, capture.layer, slot, wanted.start, ids))
 
-    def _route_steer(self, steer: Steer, prompt_len: int, rows: _Window) -> _SteerRun | None:
-        begin = prompt_len if steer.phase == "decode" else 0
-        end = prompt_len if steer.phase == "prefill" else ENDLESS
-        steered = rows.clip(begin, end)
-        # Zero adds nothing, and leaving it out keeps the stream bit for bit.
-        if not steered or steer.coefficient == 0.0:
-            return None
-        return _SteerRun(steered, self._vector_slots[steer.vector], steer.coefficient)
+    def _route_steering(self, tracked: Tracked, rows: _Window) -> dict[int, list[_SteerRun]]:
+        """What one request's steering does in this step, by layer, in the order in which it asked."""
+        runs: dict[int, list[_SteerRun]] = defaultdict(list)
+        for steer in tracked.spec.steer:
+            # Zero changes nothing, and leaving it out keeps the stream bit for bit.
+            windows = _steered(steer, tracked.prompt_len, rows) if steer.coefficient != 0.0 else []
+            if windows:
+                runs[steer.layer].append(_SteerRun(windows, steer, self._bank.slot(steer.vector)))
+        return runs
 
-    def _write(self, gathered: _Gathered, steered: dict[int, list[_SteerRun]]) -> None:
+    def _write(self, gathered: _Gathered, steered: dict[int, list[list[_SteerRun]]]) -> None:
         buffers = self._buffers
         for runs, taps in (
             (gathered.hidden, buffers.hidden),
@@ -264,13 +270,8 @@ class Router:
         ):
             for layer, windows in runs.by_layer.items():
                 taps[layer].fill(_rows_of(windows))
-        for layer, steers in steered.items():
-            lengths = [run.window.length for run in steers]
-            buffers.steer[layer].fill(
-                _rows_of([run.window for run in steers]),
-                np.repeat(np.asarray([run.slot for run in steers], dtype=np.int64), lengths),
-                np.repeat(np.asarray([run.coefficient for run in steers], dtype=np.float32), lengths),
-            )
+        for layer, requests in steered.items():
+            buffers.steer[layer].fill(_entries(requests))
         self._filled = True
 
 
@@ -322,9 +323,43 @@ class _Window:
 
 @dataclass(frozen=True)
 class _SteerRun:
-    window: _Window
+    """One steering of one request in this step."""
+
+    windows: list[_Window]
+    steer: Steer
     slot: int
-    coefficient: float
+
+
+def _steered(steer: Steer, prompt_len: int, rows: _Window) -> list[_Window]:
+    """The step's windows of one request that ``steer`` acts on, in order and apart."""
+    begin = prompt_len if steer.phase == "decode" else 0
+    end = prompt_len if steer.phase == "prefill" else ENDLESS
+    if steer.positions == "last":
+        begin = max(begin, prompt_len - 1)
+    ranges = merged(steer.positions) if isinstance(steer.positions, TokenRanges) else [(0, ENDLESS)]
+    clipped = (rows.clip(max(begin, first), min(end, last)) for first, last in ranges)
+    return [window for window in clipped if window]
+
+
+def _entries(requests: list[list[_SteerRun]]) -> SteerEntries:
+    """Entries of one layer. Pass p has every request's p-th steering, so that no row occurs twice in a pass."""
+    passes = [[runs[p] for runs in requests if p < len(runs)] for p in range(MAX_VECTORS_PER_LAYER)]
+    runs = [run for one_pass in passes for run in one_pass]
+    lengths = [sum(window.length for window in run.windows) for run in runs]
+
+    def repeated(values: list[Any], dtype: Any) -> Any:
+        return np.repeat(np.asarray(values, dtype=dtype), lengths)
+
+    ends = np.cumsum([sum(w.length for run in one_pass for w in run.windows) for one_pass in passes])
+    return SteerEntries(
+        rows=_rows_of([window for run in runs for window in run.windows]),
+        slots=repeated([run.slot for run in runs], np.int64),
+        modes=repeated([MODES[run.steer.method] for run in runs], np.int64),
+        coefficients=repeated([run.steer.coefficient for run in runs], np.float32),
+        targets=repeated([run.steer.target or 0.0 for run in runs], np.float32),
+        keep_norm=repeated([run.steer.preserve_norm for run in runs], np.bool_),
+        bounds=np.concatenate([[0], ends]).astype(np.int64),
+    )
 
 
 class _Runs:

@@ -95,6 +95,8 @@ class AttentionCapture(_Model):
     position: Literal["last_prompt"] = "last_prompt"
 
 
+SteeringMethod = Literal["add_vector", "project", "ablate", "replace"]
+
 Selector = Annotated[str, Field(max_length=64)]
 Span = TokenRanges | Annotated[tuple[Selector, ...], Field(min_length=1, max_length=16)]
 """Token ranges, or message selectors whose texts are joined: ``system``, ``user.last``, ``tool``, ``message.3``.
@@ -103,7 +105,11 @@ A bare role means all messages of that role. ``message.-1`` counts from the end.
 
 
 class Steer(_Model):
-    """Add ``coefficient * vector`` to the full residual stream after block ``layer``, at every token of the phase."""
+    """Change the full residual stream (hidden + residual) after block ``layer``, at chosen tokens.
+
+    With the stream s, the vector v and its unit vector u, ``add_vector`` gives s + c v; ``project`` s + c (t - s.u) u,
+    which brings the projection on u to the target t; ``ablate`` s - c (s.u) u, which takes it out; ``replace`` c v.
+    """
 
     vector: Name
     """Name of a vector that the engine was started with."""
@@ -112,13 +118,29 @@ class Steer(_Model):
     """After which block, counted from 1."""
 
     coefficient: Annotated[float, Field(ge=-1e4, le=1e4, allow_inf_nan=False)]
-    """What the vector is multiplied with; 0 changes nothing at all."""
+    """c above; 0 changes nothing at all, whatever the method."""
 
-    method: Literal["add_vector"] = "add_vector"
+    method: SteeringMethod = "add_vector"
     """How the vector acts."""
+
+    target: Annotated[float | None, Field(ge=-1e6, le=1e6, allow_inf_nan=False)] = None
+    """t above; needed for `project`, and for it only."""
+
+    preserve_norm: bool = False
+    """Scale the result to the length that the stream had before."""
 
     phase: Literal["prefill", "decode", "both"] = "both"
     """At which tokens: those of the prompt, those that are generated, or all."""
+
+    positions: Literal["all", "last"] | TokenRanges = "all"
+    """Which of them: all; of the prompt only the last (generated ones are each the last when they come); or ranges of
+    tokens, counted from the prompt's first on through the generated ones."""
+
+    @model_validator(mode="after")
+    def _target_belongs_to_project(self) -> Self:
+        if (self.method == "project") != (self.target is not None):
+            raise ValueError("method project needs a target, and only it has one")
+        return self
 
 
 class MiaSpec(_Model):

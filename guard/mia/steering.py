@@ -5,6 +5,7 @@ Owns the bank's contents. A request names a vector, never a file.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,11 +26,22 @@ def vector_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.safetensors")))
 
 
-def load_bank(folder: Path | None, names: tuple[str, ...], hidden_size: int, device: torch.device) -> torch.Tensor:
-    """Bank ``[len(names), hidden_size]`` float32 in the order of ``names``. Raises ``SteeringFolderError``."""
+@dataclass(frozen=True)
+class Bank:
+    """Vectors by slot. vectors: ``[len(names), hidden_size]`` float32."""
+
+    names: tuple[str, ...]
+    vectors: torch.Tensor
+
+    def slot(self, name: str) -> int:
+        return self.names.index(name)
+
+
+def load_bank(folder: Path | None, names: tuple[str, ...], hidden_size: int, device: torch.device) -> Bank:
+    """Load ``names`` in their order. Raises ``SteeringFolderError``."""
     if folder is None or not names:
-        return torch.zeros(0, hidden_size, device=device)
-    return torch.stack([_load_vector(folder / f"{name}.safetensors", hidden_size) for name in names]).to(device)
+        return Bank((), torch.zeros(0, hidden_size, device=device))
+    return Bank(names, torch.stack([_load_vector(folder / f"{n}.safetensors", hidden_size) for n in names]).to(device))
 
 
 def _load_vector(path: Path, hidden_size: int) -> torch.Tensor:
@@ -43,6 +55,6 @@ def _load_vector(path: Path, hidden_size: int) -> torch.Tensor:
         raise SteeringFolderError(
             f"steering vector {path} must hold one tensor {TENSOR_NAME!r} of [{hidden_size}], not {shapes}"
         )
-    if not torch.isfinite(vector).all():
-        raise SteeringFolderError(f"steering vector {path} has values that are not finite")
+    if not torch.isfinite(vector).all() or not vector.any():
+        raise SteeringFolderError(f"steering vector {path} is zero or has values that are not finite")
     return vector.float()

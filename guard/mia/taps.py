@@ -140,7 +140,18 @@ def _tapped_block(base: Any) -> type[nn.Module]:
         residual = output[1] if isinstance(output, tuple) and taps.returns_residual else None
         if taps.steer is not None:
             tap = taps.steer
-            torch.ops.mia.steer_rows(hidden, tap.rows, tap.slots, tap.coefficients, tap.count, tap.bank)
+            torch.ops.mia.steer_rows(
+                hidden,
+                residual,
+                tap.rows,
+                tap.slots,
+                tap.modes,
+                tap.coefficients,
+                tap.targets,
+                tap.keep_norm,
+                tap.bounds,
+                tap.bank,
+            )
         if taps.hidden is not None:
             tap = taps.hidden
             torch.ops.mia.gather_rows(hidden, residual, tap.rows, tap.count, tap.out)

@@ -25,11 +25,36 @@ class Reading:
 
 @dataclass(frozen=True)
 class Push:
-    """Add ``coefficient * vector`` after block ``layer`` at every token."""
+    """What one steering does after block ``layer``, at every token or at the prompt's ``positions``."""
 
     layer: int
     coefficient: float
     vector: np.ndarray
+    method: str = "add_vector"
+    target: float = 0.0
+    preserve_norm: bool = False
+    positions: tuple[int, ...] | None = None
+
+    def __call__(self, stream: Any) -> Any:
+        """stream: ``[1, tokens, hidden_size]``."""
+        import torch
+
+        vector = torch.from_numpy(self.vector)
+        unit = vector / vector.norm()
+        on_unit = (stream @ unit)[..., None] * unit
+        after = {
+            "add_vector": stream + self.coefficient * vector,
+            "project": stream + self.coefficient * (self.target * unit - on_unit),
+            "ablate": stream - self.coefficient * on_unit,
+            "replace": (self.coefficient * vector).expand_as(stream),
+        }[self.method]
+        if self.preserve_norm:
+            after = after * stream.norm(dim=-1, keepdim=True) / after.norm(dim=-1, keepdim=True)
+        if self.positions is None:
+            return after
+        chosen = torch.zeros(stream.shape[1], dtype=torch.bool)
+        chosen[list(self.positions)] = True
+        return torch.where(chosen[:, None], after, stream)
 
 
 @cache
@@ -42,11 +67,11 @@ def save(architecture: str, folder: Path) -> Path:
     return _pool().submit(save_tiny_model, architecture, folder).result()
 
 
-def read(folder: Path, prompts: Sequence[Sequence[int]], push: Push | None = None) -> list[Reading]:
-    return _pool().submit(_read, folder, [list(ids) for ids in prompts], push).result()
+def read(folder: Path, prompts: Sequence[Sequence[int]], *pushes: Push) -> list[Reading]:
+    return _pool().submit(_read, folder, [list(ids) for ids in prompts], pushes).result()
 
 
-def _read(folder: Path, prompts: list[list[int]], push: Push | None) -> list[Reading]:
+def _read(folder: Path, prompts: list[list[int]], pushes: tuple[Push, ...]) -> list[Reading]:
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
@@ -59,8 +84,9 @@ def _read(folder: Path, prompts: list[list[int]], push: Push | None) -> list[Rea
     def hook(layer: int) -> Any:
         def run(_module: Any, _inputs: Any, output: Any) -> Any:
             stream = output[0] if isinstance(output, tuple) else output
-            if push is not None and push.layer == layer:
-                stream = stream + push.coefficient * torch.from_numpy(push.vector)
+            for push in pushes:
+                if push.layer == layer:
+                    stream = push(stream)
             hidden[layer] = stream[0].numpy().copy()
             return (stream, *output[1:]) if isinstance(output, tuple) else stream
 

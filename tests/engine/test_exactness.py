@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import Answer, MiaLLM
 from guard.mia.results import AttentionReadout, HiddenReadout, RowsReadout
-from guard.mia.spec import MiaSpec, SpecError, Steer
+from guard.mia.spec import MiaSpec, SpecError, Steer, TokenRanges
 from tests.engine import engines, oracle
 
 LAYERS, HEADS = (1, 2, 3), tuple((layer, head) for layer in (1, 2, 3) for head in range(4))
@@ -37,6 +37,11 @@ class Engine:
     llm: MiaLLM
     folder: Path
     vector: np.ndarray
+
+    @property
+    def push(self) -> oracle.Push:
+        """What ``with_steering()`` does."""
+        return oracle.Push(2, COEFFICIENT, self.vector)
 
     def chat(self, spec: MiaSpec | list[MiaSpec], conversations: Any = CONVERSATIONS, **sampling: Any) -> list[Answer]:
         return self.llm.chat(conversations, spec, **{"max_tokens": 8, "ignore_eos": True, **sampling})
@@ -65,10 +70,9 @@ def with_steering(layer: int = 2, coefficient: float = COEFFICIENT, phase: str =
     return READ_ALL.model_copy(update={"steer": (steer,)})
 
 
-def assert_exact(engine: Engine, answer: Answer, steer_layer: int | None = None) -> None:
+def assert_exact(engine: Engine, answer: Answer, *pushes: oracle.Push) -> None:
     (readouts,) = answer.readouts
-    push = None if steer_layer is None else oracle.Push(steer_layer, COEFFICIENT, engine.vector)
-    (truth,) = oracle.read(engine.folder, [answer.prompt_token_ids], push)
+    (truth,) = oracle.read(engine.folder, [answer.prompt_token_ids], *pushes)
     for layer in LAYERS:
         got, expected = readouts.items[f"h{layer}"], truth.hidden[layer - 1][-1]
         assert isinstance(got, HiddenReadout)
@@ -136,7 +140,7 @@ def test_a_steered_request_is_steered_exactly_and_its_neighbours_are_not(engine:
     plain = engine.chat(READ_ALL)
     mixed = engine.chat([with_steering() if i % 2 == 0 else READ_ALL for i in range(len(CONVERSATIONS))])
     for i, answer in enumerate(mixed):
-        assert_exact(engine, answer, steer_layer=2 if i % 2 == 0 else None)
+        assert_exact(engine, answer, *([engine.push] if i % 2 == 0 else []))
         assert (answer.token_ids == plain[i].token_ids) == (i % 2 == 1)
 
 
@@ -151,13 +155,52 @@ def test_a_prompt_seen_before_reads_the_same_and_a_steered_one_leaves_nothing_be
             np.testing.assert_allclose(got.values, first.readouts[0].items[f"h{layer}"].values, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("preserve_norm", [False, True])
+@pytest.mark.parametrize(
+    ("method", "coefficient", "target"),
+    [
+        ("add_vector", 3.0, None),
+        ("project", 1.0, 4.0),
+        ("project", 0.5, -2.0),
+        ("ablate", 1.0, None),
+        ("replace", 0.7, None),
+    ],
+)
+def test_every_method_does_what_its_formula_says(
+    engine: Engine, method: str, coefficient: float, target: float | None, preserve_norm: bool
+) -> None:
+    steer = Steer(
+        vector="push", layer=2, coefficient=coefficient, method=method, target=target, preserve_norm=preserve_norm
+    )
+    push = oracle.Push(2, coefficient, engine.vector, method, target or 0.0, preserve_norm)
+    for answer in engine.chat(READ_ALL.model_copy(update={"steer": (steer,)}), CONVERSATIONS[:2], max_tokens=1):
+        assert_exact(engine, answer, push)
+
+
+def test_several_vectors_act_in_order_at_their_own_positions(engine: Engine) -> None:
+    ranges = TokenRanges(tokens=((2, 5), (9, 30)))
+    first = Steer(vector="push", layer=1, coefficient=2.0, positions=ranges)
+    second = Steer(vector="push", layer=1, coefficient=1.0, method="ablate")
+    third = Steer(vector="push", layer=2, coefficient=-1.5, positions="last")
+    spec = READ_ALL.model_copy(update={"steer": (first, second, third)})
+    for answer in engine.chat(spec, max_tokens=1):
+        last = len(answer.prompt_token_ids) - 1
+        assert_exact(
+            engine,
+            answer,
+            oracle.Push(1, 2.0, engine.vector, positions=(*range(2, 5), *range(9, 30))),
+            oracle.Push(1, 1.0, engine.vector, "ablate"),
+            oracle.Push(2, -1.5, engine.vector, positions=(last,)),
+        )
+
+
 def test_each_phase_steers_its_own_tokens(engine: Engine) -> None:
     plain, both = engine.chat(READ_ALL), engine.chat(with_steering())
     decode = engine.chat(with_steering(phase="decode"))
     prefill = engine.chat(with_steering(phase="prefill"))
     for i in range(len(CONVERSATIONS)):
-        assert_exact(engine, decode[i], steer_layer=None)
-        assert_exact(engine, prefill[i], steer_layer=2)
+        assert_exact(engine, decode[i])
+        assert_exact(engine, prefill[i], engine.push)
         # The first token comes from the prompt alone: decode steering cannot change it, prefill steering decides it.
         assert decode[i].token_ids[0] == plain[i].token_ids[0]
         assert prefill[i].token_ids[0] == both[i].token_ids[0]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from guard.mia import ops  # noqa: F401  (registers torch.ops.mia)
+from guard.mia import ops
 
 TOKENS, WIDTH, CAPACITY = 9, 5, 12
 
@@ -29,20 +29,42 @@ def test_gathered_rows_are_the_sum_and_the_rest_keeps_its_value(
     assert (out[count:] == 7.0).all()
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, CAPACITY])
-def test_steering_adds_each_entry_once_even_on_repeated_rows(count: int) -> None:
-    stream, bank = torch.randn(TOKENS, WIDTH), torch.randn(3, WIDTH)
-    rows, n = routing(count, seed=1)
-    slots = torch.arange(CAPACITY) % 3
-    coefficients = torch.linspace(-2, 2, CAPACITY)
-    expected = stream.numpy().copy()
-    for i in range(count):
-        expected[rows[i]] += coefficients[i].item() * bank[slots[i]].numpy()
-    untouched = sorted(set(range(TOKENS)) - set(rows[:count].tolist()))
-    before = stream[untouched].clone()
-    torch.ops.mia.steer_rows(stream, rows, slots, coefficients, n, bank)
-    np.testing.assert_allclose(stream.numpy(), expected, atol=1e-5)
-    assert torch.equal(stream[untouched], before)
+def steering(hidden: torch.Tensor, residual: torch.Tensor | None, modes: list[int], keep: bool, passes: int) -> tuple:
+    """Arguments of ``steer_rows``: ``passes`` passes over the same rows, none twice in a pass."""
+    n = len(modes)
+    rows = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3))[:n].repeat(passes)
+    bounds = torch.tensor([0, *(n * (p + 1) for p in range(passes)), *[n * passes] * (4 - passes)])
+    slots = torch.arange(n * passes) % 3
+    coefficients, targets = torch.linspace(-2, 2, n * passes), torch.linspace(0, 1, n * passes)
+    kept = torch.full((n * passes,), keep)
+    bank = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(4))
+    return hidden, residual, rows, slots, torch.tensor(modes * passes), coefficients, targets, kept, bounds, bank
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("modes", [[], [ops.ADD] * 4, [ops.ADD, ops.PROJECT, ops.REPLACE, ops.ADD]])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_steering_changes_the_rows_that_it_names_pass_by_pass(
+    with_residual: bool, modes: list[int], keep: bool, passes: int
+) -> None:
+    hidden, residual = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH) if with_residual else None
+    before = hidden.clone()
+    arguments = steering(hidden, residual, modes, keep, passes)
+    _, _, rows, slots, all_modes, coefficients, targets, _, _, bank = arguments
+    base = residual.numpy().astype(np.float64) if residual is not None else np.zeros((TOKENS, WIDTH))
+    stream = hidden.numpy().astype(np.float64) + base
+    for i, row in enumerate(rows.tolist()):
+        v, c, s = bank[slots[i]].numpy().astype(np.float64), float(coefficients[i]), stream[row].copy()
+        u = v / np.linalg.norm(v)
+        after = {ops.ADD: s + c * v, ops.PROJECT: s + c * (float(targets[i]) - s @ u) * u, ops.REPLACE: c * v}[
+            int(all_modes[i])
+        ]
+        stream[row] = after * np.linalg.norm(s) / np.linalg.norm(after) if keep else after
+    torch.ops.mia.steer_rows(*arguments)
+    np.testing.assert_allclose(hidden.numpy() + base, stream, atol=1e-4)
+    untouched = sorted(set(range(TOKENS)) - set(rows.tolist()))
+    assert torch.equal(hidden[untouched], before[untouched])
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -51,5 +73,6 @@ def test_schema_and_fake_agree_with_what_the_ops_really_do(count: int) -> None:
     tests = ("test_schema", "test_faketensor")
     gather = (torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH), rows, n, torch.zeros(CAPACITY, WIDTH))
     torch.library.opcheck(torch.ops.mia.gather_rows.default, gather, test_utils=tests)
-    steer = (torch.randn(TOKENS, WIDTH), rows, rows % 3, torch.ones(CAPACITY), n, torch.randn(3, WIDTH))
-    torch.library.opcheck(torch.ops.mia.steer_rows.default, steer, test_utils=tests)
+    modes = [ops.ADD, ops.PROJECT, ops.REPLACE, ops.ADD][:count]
+    arguments = steering(torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH), modes, True, 1)
+    torch.library.opcheck(torch.ops.mia.steer_rows.default, arguments, test_utils=tests)

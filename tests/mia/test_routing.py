@@ -14,6 +14,7 @@ from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
 from guard.mia.routing import CACHED, NO_ROWS, BatchView, Router, StepPlan
 from guard.mia.spec import HiddenCapture, MiaSpec
+from guard.mia.steering import Bank
 
 LAYERS = (1, 2, 3)
 VECTORS = ("a", "b")
@@ -33,7 +34,7 @@ def make_router(max_host_bytes: int = 10**9, config: EngineConfig = CONFIG) -> t
     buffers = TapBuffers.allocate(
         config, HIDDEN_SIZE, dict.fromkeys(LAYERS, SHAPE), StepLimits(8, 64), bank, torch.float32
     )
-    return Router(buffers, {name: i for i, name in enumerate(VECTORS)}, max_host_bytes), buffers
+    return Router(buffers, Bank(VECTORS, bank), max_host_bytes), buffers
 
 
 positions = st.sampled_from(["last_prompt", "prompt", "generated", "all", {"span": "s"}, {"tokens": [[0, 1], [0, 1]]}])
@@ -43,7 +44,11 @@ specs = st.builds(
             "spans": {"s": {"tokens": [[0, 1]]}},
             "hidden": {f"h{i}": {"layer": layer, "positions": where} for i, (layer, where) in enumerate(hidden)},
             "attention": {"a": {"heads": sorted(heads), "spans": ["s"]}} if heads else {},
-            "steer": [{"vector": v, "layer": n, "coefficient": c, "phase": p} for v, n, c, p in steer],
+            "steer": [
+                {"vector": v, "layer": n, "coefficient": c, "phase": p, "positions": w, "method": m, "preserve_norm": k}
+                | ({"target": 2.0} if m == "project" else {})
+                for v, n, c, p, w, m, k in steer
+            ],
         }
     ),
     st.lists(st.tuples(st.sampled_from(LAYERS), positions), max_size=3),
@@ -54,6 +59,9 @@ specs = st.builds(
             st.sampled_from(LAYERS),
             st.sampled_from([0.0, 1.0, -2.5]),
             st.sampled_from(["prefill", "decode", "both"]),
+            st.sampled_from(["all", "last", {"tokens": [[1, 3], [5, 20]]}]),
+            st.sampled_from(["add_vector", "project", "ablate", "replace"]),
+            st.booleans(),
         ),
         max_size=3,
     ),
@@ -61,13 +69,27 @@ specs = st.builds(
 requests = st.lists(st.tuples(st.none() | specs, st.integers(1, 9)), min_size=1, max_size=5)
 
 
-def expected_delta(spec: MiaSpec, prompt_len: int, position: int, layer: int, bank: torch.Tensor) -> torch.Tensor:
-    delta = torch.zeros(HIDDEN_SIZE)
+def steered(
+    stream: torch.Tensor, spec: MiaSpec, prompt_len: int, position: int, layer: int, bank: torch.Tensor
+) -> torch.Tensor:
+    """One token's stream after everything that its request asks for there, one thing after the other."""
+    in_prompt = position < prompt_len
     for steer in spec.steer:
-        in_prompt = position < prompt_len
-        if steer.layer == layer and steer.phase in ("both", "prefill" if in_prompt else "decode"):
-            delta += steer.coefficient * bank[VECTORS.index(steer.vector)]
-    return delta
+        in_ranges, is_last = position in {1, 2, *range(5, 20)}, position >= prompt_len - 1
+        here = {"all": True, "last": is_last}[steer.positions] if isinstance(steer.positions, str) else in_ranges
+        acts = steer.layer == layer and steer.phase in ("both", "prefill" if in_prompt else "decode") and here
+        if not acts or steer.coefficient == 0.0:
+            continue
+        vector = bank[VECTORS.index(steer.vector)]
+        unit = vector / vector.norm()
+        after = {
+            "add_vector": stream + steer.coefficient * vector,
+            "project": stream + steer.coefficient * ((steer.target or 0.0) - stream @ unit) * unit,
+            "ablate": stream - steer.coefficient * (stream @ unit) * unit,
+            "replace": steer.coefficient * vector,
+        }[steer.method]
+        stream = after * stream.norm() / after.norm() if steer.preserve_norm else after
+    return stream
 
 
 def wanted_positions(capture: HiddenCapture, prompt_len: int, until: int) -> list[int]:
@@ -98,6 +120,7 @@ def test_every_step_routes_what_a_walk_over_single_tokens_would(
 ) -> None:
     router, buffers = make_router()
     bank = buffers.steer[1].bank
+    generator = torch.Generator().manual_seed(0)
     prompt_lens = [prompt_len for _, prompt_len in asked]
     computed = [0] * len(asked)
     gathered: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -113,16 +136,19 @@ def test_every_step_routes_what_a_walk_over_single_tokens_would(
         plan = router.fill(seen) or StepPlan()
 
         for layer in LAYERS:
-            stream = torch.zeros(int(seen.starts[-1]), HIDDEN_SIZE)
-            tap = buffers.steer[layer]
-            n = int(tap.count)
-            stream.index_add_(0, tap.rows[:n], bank[tap.slots[:n]] * tap.coefficients[:n, None])
-            reference = torch.zeros_like(stream)
+            hidden, residual = torch.randn(2, int(seen.starts[-1]), HIDDEN_SIZE, generator=generator)
+            reference = hidden + residual
             for k, (i, length) in enumerate(batch):
                 spec, prompt_len = asked[i]
                 for j in range(length if spec is not None else 0):
-                    reference[seen.starts[k] + j] = expected_delta(spec, prompt_len, computed[i] + j, layer, bank)
-            torch.testing.assert_close(stream, reference)
+                    row = int(seen.starts[k]) + j
+                    reference[row] = steered(reference[row], spec, prompt_len, computed[i] + j, layer, bank)
+            tap = buffers.steer[layer]
+            torch.ops.mia.steer_rows(
+                hidden, residual, tap.rows, tap.slots, tap.modes, tap.coefficients, tap.targets, tap.keep_norm,
+                tap.bounds, bank,
+            )  # fmt: skip
+            torch.testing.assert_close(hidden + residual, reference, rtol=1e-4, atol=1e-4)
 
         row_of = {
             (i, computed[i] + j): int(seen.starts[k]) + j for k, (i, length) in enumerate(batch) for j in range(length)

@@ -16,8 +16,10 @@ def test_vectors_are_found_by_name_and_stacked_in_the_asked_order(tmp_path: Path
         save_file({"vector": torch.full((4,), value)}, tmp_path / f"{name}.safetensors")
     (tmp_path / "notes.txt").write_text("not a vector")
     assert vector_names(tmp_path) == ("a", "b")
-    assert load_bank(tmp_path, ("b", "a"), 4, CPU)[:, 0].tolist() == [2.0, 1.0]
-    assert load_bank(None, (), 4, CPU).shape == (0, 4)
+    bank = load_bank(tmp_path, ("b", "a"), 4, CPU)
+    assert bank.vectors[:, 0].tolist() == [2.0, 1.0]
+    assert bank.slot("a") == 1
+    assert load_bank(None, (), 4, CPU).vectors.shape == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,7 @@ def test_vectors_are_found_by_name_and_stacked_in_the_asked_order(tmp_path: Path
         {"vector": torch.ones(5)},
         {"vector": torch.ones(1, 4)},
         {"direction": torch.ones(4)},
+        {"vector": torch.zeros(4)},
         {"vector": torch.tensor([1.0, float("nan"), 0.0, 0.0])},
     ],
 )

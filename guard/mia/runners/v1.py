@@ -57,10 +57,8 @@ class V1Adapter:
         bank = load_bank(config.steering_folder, config.steering_vectors, hidden_size, runner.device)
         limits = StepLimits(runner.max_num_reqs, runner.max_num_tokens)
         dtype = cast(torch.dtype, runner.dtype)
-        self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, bank, dtype)
-        self.router = Router(
-            self.buffers, {name: i for i, name in enumerate(config.steering_vectors)}, config.max_host_bytes
-        )
+        self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, bank.vectors, dtype)
+        self.router = Router(self.buffers, bank, config.max_host_bytes)
         self._decoder = decoder
         self._plan: StepPlan | None = None
         self._started = False
