@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
 
 
 async def main(options: argparse.Namespace) -> None:
-    load = os.getloadavg()
+    before = {"commit": commit(), "load_average": os.getloadavg()}
     rng = random.Random(options.seed)  # noqa: S311 - prompts, no secrets
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -85,7 +85,7 @@ async def main(options: argparse.Namespace) -> None:
             for streamed in (False, True)
         ]
     print_table(rows)
-    write(options, rows, load)
+    write(options, rows, before)
 
 
 async def measure(
@@ -150,15 +150,19 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-def write(options: argparse.Namespace, rows: list[Row], load: tuple[float, float, float]) -> None:
+def write(options: argparse.Namespace, rows: list[Row], before: dict[str, Any]) -> None:
     now = datetime.now(UTC)
     out = options.out or Path(__file__).parent / "results" / f"{now:%Y-%m-%d}-proxy-overhead.json"
     result = {
         "command": ["python", "bench/proxy_overhead.py", *sys.argv[1:]],
         "time": now.isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": before["commit"],
         "versions": {"python": platform.python_version(), **dict(installed())},
-        "machine": {"processor": processor(), "cpus": os.cpu_count(), "load_average_at_start": load},
+        "machine": {
+            "processor": processor(),
+            "cpus": os.cpu_count(),
+            "load_average": {"before": before["load_average"], "after": os.getloadavg()},
+        },
         "model": options.model,
         "max_tokens": options.max_tokens,
         "rows": [asdict(row) for row in rows],
