@@ -188,6 +188,11 @@ class MiaSpec(_Model):
         return self
 
     @property
+    def asks(self) -> bool:
+        """Whether it asks for anything."""
+        return bool(self.hidden or self.attention or self.steer)
+
+    @property
     def needs_messages(self) -> bool:
         """Whether a span is named by message and must be resolved through the chat template."""
         return any(isinstance(span, tuple) for span in self.spans.values())

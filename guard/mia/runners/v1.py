@@ -80,7 +80,9 @@ class V1Adapter:
             extra = request.sampling_params.extra_args if request.sampling_params else None
             if extra and (text := extra.get("mia")) is not None:
                 # Parsed and checked by the API server already: a failure here is a bug and may stop the engine.
-                self.router.add(request.req_id, parse_spec(text), len(request.prompt_token_ids or ()))
+                spec = parse_spec(text)
+                if spec.asks:
+                    self.router.add(request.req_id, spec, len(request.prompt_token_ids or ()))
 
     def before_forward(self, runner: GPUModelRunner) -> None:
         if not self._started:
