@@ -135,7 +135,8 @@ def _read_attention(
         ranges = tracked.spec.spans[span]
         assert isinstance(ranges, TokenRanges)
         mass[span] = rows[:, _mask(ranges, tracked.prompt_len)].sum(dim=1).numpy()
-    return AttentionReadout("complete", capture.heads, tracked.prompt_len - 1, mass)
+    whole = rows.numpy().copy() if capture.weights else None
+    return AttentionReadout("complete", capture.heads, tracked.prompt_len - 1, mass, weights=whole)
 
 
 def _mask(ranges: TokenRanges, length: int) -> torch.Tensor:

@@ -51,13 +51,17 @@ class RowsReadout:
 
 @dataclass(frozen=True)
 class AttentionReadout:
-    """Attention mass per span and head. ``mass[span]``: ``[len(heads)]`` float32 in 0..1, in the order of ``heads``."""
+    """Attention of chosen heads from one token, in the order of ``heads``.
+
+    ``mass[span]``: ``[len(heads)]`` float32 in 0..1. weights: ``[len(heads), prompt tokens]`` float32 when asked for.
+    """
 
     status: Status
     heads: tuple[tuple[int, int], ...]
     position: int | None = None
     mass: dict[str, FloatArray] = field(default_factory=dict)
     reason: str = ""
+    weights: FloatArray | None = None
 
 
 Readout = HiddenReadout | RowsReadout | AttentionReadout
@@ -136,6 +140,8 @@ def item_to_wire(item: Readout) -> dict[str, Any]:
     if isinstance(item, AttentionReadout):
         mass = {span: array_to_wire(mass) for span, mass in item.mass.items()}
         heads = [list(head) for head in item.heads]
+        if item.weights is not None:
+            wire["weights"] = array_to_wire(item.weights)
         return wire | {"kind": "attention", "position": item.position, "heads": heads, "mass": mass}
     if item.values is not None:
         wire["values"] = array_to_wire(item.values)
@@ -161,7 +167,8 @@ def item_from_wire(wire: dict[str, Any]) -> Readout:
     if kind == "attention":
         heads = tuple((int(layer), int(head)) for layer, head in wire["heads"])
         mass = {span: array_from_wire(mass) for span, mass in wire["mass"].items()}
-        return AttentionReadout(status, heads, wire["position"], mass, reason)
+        weights = array_from_wire(wire["weights"]) if "weights" in wire else None
+        return AttentionReadout(status, heads, wire["position"], mass, reason, weights)
     values = array_from_wire(wire["values"]) if "values" in wire else None
     if kind == "rows":
         positions, token_ids = tuple(map(int, wire["positions"])), tuple(map(int, wire["token_ids"]))

@@ -88,10 +88,14 @@ class HiddenCapture(_Model):
 
 
 class AttentionCapture(_Model):
-    """How much attention each of ``heads`` puts, from one token, on each of ``spans`` (sum of probabilities)."""
+    """How much attention each of ``heads`` puts, from one token, on each of ``spans`` (sum of probabilities).
+
+    With ``weights`` the probabilities of all prompt tokens come back too; then ``spans`` may be empty.
+    """
 
     heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=4096)]
-    spans: Annotated[tuple[Name, ...], Field(min_length=1, max_length=16)]
+    spans: Annotated[tuple[Name, ...], Field(max_length=16)] = ()
+    weights: bool = False
     position: Literal["last_prompt"] = "last_prompt"
 
 
@@ -179,6 +183,8 @@ class MiaSpec(_Model):
         for name, capture in self.attention.items():
             if missing := set(capture.spans) - self.spans.keys():
                 raise ValueError(f"attention.{name} names undefined spans: {', '.join(sorted(missing))}")
+            if not (capture.spans or capture.weights):
+                raise ValueError(f"attention.{name} names no spans and does not ask for weights")
         for name, hidden in self.hidden.items():
             if isinstance(hidden.positions, SpanPositions) and hidden.positions.span not in self.spans:
                 raise ValueError(f"hidden.{name} names an undefined span: {hidden.positions.span}")

@@ -30,7 +30,7 @@ def test_readouts_are_the_models_own(architecture: str, compiled: bool, tmp_path
         {
             "spans": {"instruction": "system", "data": "user.last", "first": {"tokens": [[0, 1]]}},
             "hidden": {f"h{layer}": {"layer": layer} for layer in LAYERS},
-            "attention": {"a": {"heads": HEADS, "spans": ["instruction", "data", "first"]}},
+            "attention": {"a": {"heads": HEADS, "spans": ["instruction", "data", "first"], "weights": True}},
         }
     )
     with engine(folder, EngineConfig(hidden_layers=LAYERS, attention_heads=HEADS), compiled=compiled) as llm:
@@ -43,6 +43,8 @@ def test_readouts_are_the_models_own(architecture: str, compiled: bool, tmp_path
             assert np.linalg.norm(got.values - expected) <= 1e-4 * np.linalg.norm(expected)
         got = readouts.items["a"]
         assert isinstance(got, AttentionReadout)
+        rows = np.stack([truth.attention[layer - 1][head, -1] for layer, head in HEADS])
+        np.testing.assert_allclose(got.weights, rows, atol=1e-4)
         for span, ranges in readouts.span_tokens.items():
             tokens = [t for start, end in ranges for t in range(start, end)]
             expected = [truth.attention[layer - 1][head, -1, tokens].sum() for layer, head in HEADS]

@@ -19,7 +19,7 @@ def test_readouts_survive_the_wire(values: np.ndarray, status: str) -> None:
     sent = Readouts(
         items={
             "h": HiddenReadout(status, 3, 7, 11, values if complete else None, "" if complete else "no space"),
-            "a": AttentionReadout(status, ((1, 2), (3, 4)), 7, {"data": values} if complete else {}),
+            "a": AttentionReadout(status, ((1, 2), (3, 4)), 7, {"data": values} if complete else {}, weights=values),
         },
         span_tokens={"data": ((1, 4), (6, 9))},
         prompt_tokens=8,
@@ -34,6 +34,7 @@ def test_readouts_survive_the_wire(values: np.ndarray, status: str) -> None:
     assert isinstance(attention, AttentionReadout)
     assert (hidden.status, hidden.reason, hidden.token_id) == (status, sent.items["h"].reason, 11)
     assert attention.heads == ((1, 2), (3, 4))
+    np.testing.assert_array_equal(attention.weights, values)
     if complete:
         np.testing.assert_array_equal(hidden.values, values)
         np.testing.assert_array_equal(attention.mass["data"], values)

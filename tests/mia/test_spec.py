@@ -36,6 +36,7 @@ def test_a_full_spec_survives_the_wire() -> None:
         ({"hidden": {"h": {"layer": 3, "positions": {"tokens": [[3, 2]]}}}}, "mia.hidden.h.positions"),
         ({"hidden": {"bad name!": {"layer": 3}}}, "mia.hidden.bad name!"),
         ({"attention": {"focus": {"heads": [], "spans": ["data"]}}}, "mia.attention.focus.heads"),
+        ({"attention": {"focus": {"heads": [[2, 0]]}}}, "mia"),
         ({"attention": {"focus": {"heads": [[0, 1]], "spans": ["data"]}}}, "mia.attention.focus.heads.0.0"),
         ({"attention": {"focus": {"heads": [[2, 1]], "spans": ["nowhere"]}}}, "mia"),
         ({"spans": {"data": "User says"}}, "mia.spans"),
