@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from guard.mia.results import AttentionReadout, HiddenReadout, Readouts
+from guard.mia.results import AttentionReadout, HiddenReadout, Readouts, RowsReadout
 
 pytestmark = pytest.mark.engine
 
@@ -42,8 +42,10 @@ class Engine:
         layer, vector = self.taps["steering_layers"][0], self.taps["steering_vectors"][0]
         return {"steer": [{"vector": vector, "layer": layer, "coefficient": 8.0}]}
 
-    async def post(self, body: dict[str, Any], headers: dict[str, str] | None = None) -> tuple[int, Any, bytes]:
-        url = f"{self.url}/v1/chat/completions"
+    async def post(
+        self, body: dict[str, Any], headers: dict[str, str] | None = None, path: str = "/v1/chat/completions"
+    ) -> tuple[int, Any, bytes]:
+        url = f"{self.url}{path}"
         async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as answer:
             return answer.status, answer.headers, await answer.read()
 
@@ -144,6 +146,52 @@ async def test_a_spec_spelt_so_that_it_slips_past_the_check_is_refused(engine: E
     url, headers = f"{engine.url}/v1/chat/completions", {"content-type": "application/json"}
     async with aiohttp.ClientSession() as session, session.post(url, data=raw, headers=headers) as answer:
         assert answer.status == 400
+
+
+async def test_every_prompt_of_a_completion_request_has_its_own_readouts(engine: Engine) -> None:
+    head = engine.taps["attention_heads"][0]
+    spec = {"spans": {"first": {"tokens": [[0, 1]]}}, "attention": {"a": {"heads": [head], "spans": ["first"]}}}
+    asked = {
+        key: value for key, value in body(spec, prompt=["One two", "A much longer prompt"]).items() if key != "messages"
+    }
+    status, _, raw = await engine.post(asked, path="/v1/completions")
+    wires = sorted(json.loads(raw)["mia"]["readouts"], key=lambda wire: wire["prompt_index"])
+    assert status == 200
+    assert [wire["prompt_index"] for wire in wires] == [0, 1]
+    assert wires[0]["prompt_tokens"] < wires[1]["prompt_tokens"]
+    assert {Readouts.from_wire(wire).items["a"].status for wire in wires} == {"complete"}
+
+
+async def test_structured_output_and_logprobs_are_what_they_are_without_readouts(engine: Engine) -> None:
+    schema = {"type": "object", "properties": {"colour": {"type": "string", "maxLength": 8}}, "required": ["colour"]}
+    constrained = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "max_tokens": 30,
+    }
+    _, _, plain = await engine.post(body(**constrained))
+    _, _, read = await engine.post(body(engine.reading, **constrained))
+    (expected,), (got,) = (json.loads(raw)["choices"] for raw in (plain, read))
+    assert "colour" in json.loads(got["message"]["content"])
+    assert got["message"] == expected["message"]
+    for a, b in zip(got["logprobs"]["content"], expected["logprobs"]["content"], strict=True):
+        assert a["token"] == b["token"]
+        assert a["logprob"] == pytest.approx(b["logprob"], abs=1e-3)
+
+
+async def test_generated_rows_come_at_the_end_of_a_stream_and_match_its_tokens(engine: Engine) -> None:
+    layer = engine.taps["hidden_layers"][0]
+    spec = {"hidden": {"g": {"layer": layer, "positions": "generated"}}}
+    _, _, raw = await engine.post(body(spec, stream=True, max_tokens=6))
+    frames = [json.loads(f.removeprefix(b"data: ")) for f in raw.split(b"\n\n") if f.startswith(b"data: {")]
+    prompt, final = (frame["readouts"][0] for frame in frames if frame.get("object") == "mia.readouts")
+    assert (prompt["stage"], prompt["items"], final["stage"]) == ("prompt", {}, "final")
+    rows = Readouts.from_wire(final).items["g"]
+    assert isinstance(rows, RowsReadout)
+    start = final["prompt_tokens"]
+    assert rows.positions == tuple(range(start, start + len(rows.positions)))
+    assert 1 <= len(rows.positions) <= 5
 
 
 async def test_beam_search_which_would_lose_the_steering_is_refused(engine: Engine) -> None:
