@@ -65,8 +65,9 @@ class RequestRecord:
 
     @property
     def rules(self) -> list[str]:
-        """Names of the enforced rules that hit, those included that let a request pass ``on_error``."""
-        return [hit.rule for hit in self.decision.hits if hit.mode == "enforce"] if self.decision else []
+        """Names of the enforced rules that hit. One that could not be judged and lets pass has not."""
+        hits = self.decision.hits if self.decision else ()
+        return [hit.rule for hit in hits if hit.mode == "enforce" and hit.action != "allow"]
 
     def to_entry(self) -> dict[str, Any]:
         """The ledger's line; ``ENTRY_FIELDS`` says what each field means."""
@@ -114,7 +115,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "rule": "The rule that decided.",
     "reason": "Its condition, with the scores.",
     "rules": "All enforced rules that hit.",
-    "hits": "All rules that hit, shadow rules too, each with its reason.",
+    "hits": "Rules that hit or could not be judged, shadow rules too, each with its reason.",
     "scores": "Score of each detector; null when there is none.",
     "detectors": "scored, or unavailable and why.",
     "outcome": "How the request ended.",
