@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from guard.proxy.errors import ForbiddenHostError, InvalidKeyError, MediaTypeError
 from guard.settings import is_loopback
 
+HOST = re.compile(r"(\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9.\-]+))(:[0-9]{1,5})?|(?P<bare>[0-9A-Fa-f:.]+)")
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
 
@@ -60,7 +61,6 @@ def request_id(headers: Mapping[str, str]) -> str:
 
 
 def _host_name(host: str) -> str:
-    """``Host`` without its port."""
-    if host.startswith("["):
-        return host.partition("]")[0][1:]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+    """``Host`` without its port; empty when it is not a name with at most a port."""
+    match = HOST.fullmatch(host)
+    return (match["address"] or match["name"] or match["bare"]) if match else ""

@@ -17,6 +17,16 @@ OURS = "mia"
 """The key of ``vllm_xargs`` that only the guard may set."""
 
 
+UNMEASURABLE: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (None, False),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "truncate_prompt_tokens": (None,),
+    "chat_template": (None,),
+}
+"""Fields that decide what of a prompt the detectors get to see, and the values that change nothing."""
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """A request that vLLM gets as it is but for our own field."""
@@ -55,10 +65,18 @@ def parse_chat_request(raw: bytes) -> ChatRequest:
         raise InvalidRequestError("vllm_xargs must be an object", "vllm_xargs")
     if xargs and OURS in xargs:
         raise InvalidRequestError(f"vllm_xargs.{OURS} is set by the guard alone; remove it", f"vllm_xargs.{OURS}")
-    if fields.get("use_beam_search"):
-        # The engine could not be read, and a client must not choose that.
-        raise InvalidRequestError("use_beam_search cannot be guarded", "use_beam_search")
+    _check_measurable(fields)
     return ChatRequest(fields)
+
+
+def _check_measurable(fields: dict[str, Any]) -> None:
+    """Detectors are calibrated on whole prompts that end where the model begins its answer. What would have them
+    measure elsewhere, or not at all, is not a client's to choose."""
+    template = fields.get("chat_template_kwargs")
+    for prefix, given in (("", fields), ("chat_template_kwargs.", template if isinstance(template, dict) else {})):
+        for name, harmless in UNMEASURABLE.items():
+            if name in given and given[name] not in harmless:
+                raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
 
 
 def _check_messages(messages: Any) -> None:

@@ -32,7 +32,19 @@ def test_without_keys_this_machine_is_answered(host: str) -> None:
     Access(()).check({"host": host})
 
 
-@pytest.mark.parametrize("host", ["", "example.com", "localhost.example.com", "10.0.0.1:8080", "[fe80::1]", "a:b:c"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "example.com",
+        "localhost.example.com",
+        "10.0.0.1:8080",
+        "[fe80::1]",
+        "a:b:c",
+        "127.0.0.1:8080@evil",
+        "[::1]x",
+    ],
+)
 def test_without_keys_any_other_name_is_refused(host: str) -> None:
     with pytest.raises(ForbiddenHostError):
         Access(()).check({"host": host})

@@ -58,6 +58,14 @@ MALFORMED = {
     "our own field": (wire(b'"vllm_xargs":{"mia":"{}"}'), "vllm_xargs.mia"),
     "our own field, spelt differently": (wire(b'"vllm_xarg\\u0073":{"m\\u0069a":"{}"}'), "vllm_xargs.mia"),
     "beam search, which cannot be read": (wire(b'"use_beam_search":true'), "use_beam_search"),
+    "a prompt without its end": (wire(b'"add_generation_prompt":false'), "add_generation_prompt"),
+    "an answer to go on with": (wire(b'"continue_final_message":true'), "continue_final_message"),
+    "a prompt cut short": (wire(b'"truncate_prompt_tokens":5'), "truncate_prompt_tokens"),
+    "a template of one's own": (wire(b'"chat_template":"{{ messages }}"'), "chat_template"),
+    "the same inside the template's arguments": (
+        wire(b'"chat_template_kwargs":{"add_generation_prompt":false}'),
+        "chat_template_kwargs.add_generation_prompt",
+    ),
 }
 
 
