@@ -20,11 +20,15 @@ Generated from the code by `python -m guard.reference`; do not edit.
 
 | route | |
 | --- | --- |
-| `POST /v1/chat/completions` | guarded, streamed or not; every field but `vllm_xargs.mia` passes to vLLM as it is |
+| `POST /v1/chat/completions` | guarded, streamed or not; fields pass to vLLM as they are, but for those below |
 | `GET /v1/models` | vLLM's list |
 | `GET /livez` | 200 while the proxy lives |
 | `GET /readyz`, `GET /health` | 200 while vLLM is healthy too, else 503; names the policy and its hash |
 | `GET /metrics` | Prometheus; [what each series means](../dashboards/README.md) |
+
+Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, `use_beam_search`,
+`add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`, `chat_template`, and the same under
+`chat_template_kwargs`.
 
 Every other path is a 404. With API keys configured, `/v1/*` wants `Authorization: Bearer KEY`.
 
