@@ -152,8 +152,11 @@ class EngineProcess:
         return explain_end(self._process.poll(), read_tail(self.command.log_file), self.command.log_file)
 
     async def stop(self) -> None:
-        """End it politely, which lets it end its own children, and after ``STOP_PATIENCE_S`` end the group by force."""
-        deadline_s = time.monotonic() + STOP_PATIENCE_S
+        """End it politely, which lets it end its own children, and after ``STOP_PATIENCE_S`` end the group by force.
+
+        Children of one that died by itself have nobody to end them, and are ended at once.
+        """
+        deadline_s = time.monotonic() + (STOP_PATIENCE_S if self.alive else 0.0)
         self._process.terminate()
         try:
             while (self.alive or self._signal_group(0)) and time.monotonic() < deadline_s:

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,19 @@ def test_delays_double_up_to_a_limit() -> None:
 def test_an_end_without_an_error_shows_the_last_lines() -> None:
     text = explain_end(3, "one\n\ntwo\n", Path("/logs/engine.log"))
     assert text.splitlines() == ["the engine ended with exit code 3", "one", "two", "its whole log: /logs/engine.log"]
+
+
+async def test_children_of_an_engine_that_was_killed_are_ended_at_once(tmp_path: Path) -> None:
+    parent = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    process = EngineProcess(command(tmp_path, parent))
+    async with asyncio.timeout(10):
+        while not (text := process.command.log_file.read_text()).endswith("\n"):
+            await asyncio.sleep(0.05)
+    os.kill(process.process_id, signal.SIGKILL)
+    await process.wait_ended()
+    began_s = time.monotonic()
+    await process.stop()
+    assert time.monotonic() - began_s < 2
+    async with asyncio.timeout(5):
+        while process_runs(int(text)):
+            await asyncio.sleep(0.05)
