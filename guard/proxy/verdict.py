@@ -26,8 +26,8 @@ async def decide(
     finding = await _find(policy, opening)
     if finding is None:
         return None
-    record.upstream_first_byte_s = finding.arrived_s - sent_s
     if finding.readouts is not None:
+        record.upstream_first_byte_s = finding.arrived_s - sent_s
         record.prompt_tokens = finding.readouts.prompt_tokens
     record.scores = policy.scores(finding.readouts, finding.reason)
     record.decision = policy.decide(record.scores)

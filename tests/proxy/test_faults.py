@@ -55,6 +55,7 @@ async def test_readouts_that_are_late_are_waited_for_a_bounded_time(proxy: Proxy
     entry = await proxy.entry()
     assert entry["detectors"]["danger"] == "unavailable: no readouts within 0.3 s"
     assert 300 <= entry["timings_ms"]["verdict"] < 600
+    assert entry["timings_ms"]["upstream_first_byte"] is None
 
 
 @both
