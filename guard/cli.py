@@ -37,8 +37,8 @@ Host = Annotated[
     str,
     typer.Option(envvar="GUARD_HOST", help="Address of the proxy; other than loopback needs API keys."),
 ]
-Port = Annotated[int, typer.Option(envvar="GUARD_PORT", help="Port that the proxy listens on.")]
-EnginePort = Annotated[int, typer.Option(help="Port that vLLM listens on, on loopback only.")]
+Port = Annotated[int, typer.Option(envvar="GUARD_PORT", min=1, max=65535, help="Port that the proxy listens on.")]
+EnginePort = Annotated[int, typer.Option(min=1, max=65535, help="Port that vLLM listens on, on loopback only.")]
 Ledger = Annotated[
     Path | None, typer.Option(envvar="GUARD_LEDGER", help="File that gets one JSON line for each request.")
 ]

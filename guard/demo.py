@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from guard.demo_requests import REQUESTS, DemoRequest
 from guard.models import DEFAULT_MODEL
+from guard.paths import state_folder
 from guard.serve import Pair, ServeOptions, run_until_signal, running_pair
 from guard.terminal import console, say
 
@@ -45,9 +45,8 @@ class Outcome:
 
 def demo(*, once: bool, port: int, engine_port: int) -> int:
     """Exit code 0 when at least one request was passed, flagged, steered and blocked each."""
-    with tempfile.TemporaryDirectory(prefix="guard-demo-") as folder:
-        options = ServeOptions(port=port, engine_port=engine_port, ledger=Path(folder) / "ledger.jsonl")
-        return run_until_signal(_demo(options, once=once))
+    options = ServeOptions(port=port, engine_port=engine_port, ledger=state_folder() / "demo-ledger.jsonl")
+    return run_until_signal(_demo(options, once=once))
 
 
 async def _demo(options: ServeOptions, *, once: bool) -> int:

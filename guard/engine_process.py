@@ -108,6 +108,9 @@ class EngineProcess:
     def __init__(self, command: EngineCommand) -> None:
         self.command = command
         command.log_file.parent.mkdir(parents=True, exist_ok=True)
+        if command.log_file.exists():
+            # The log of one that died says why; its successor must not take that away.
+            command.log_file.replace(previous_log(command.log_file))
         with command.log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 command.arguments,
@@ -174,6 +177,11 @@ class EngineProcess:
         return True
 
 
+def previous_log(log_file: Path) -> Path:
+    """Where an engine's log is once the next one has started."""
+    return log_file.with_name(f"{log_file.name}.1")
+
+
 def read_tail(log_file: Path, size_bytes: int = 64 * 1024) -> str:
     try:
         with log_file.open("rb") as log:
@@ -196,7 +204,14 @@ def explain_end(exit_code: int | None, log_text: str, log_file: Path) -> str:
     else:
         what = f"ended with exit code {exit_code}"
         shown = errors[:MAX_ERRORS] or lines[-TAIL_LINES:]
-    return "\n".join([f"the engine {what}", *shown, *hints, f"its whole log: {log_file}"])
+    return "\n".join(
+        [
+            f"the engine {what}",
+            *shown,
+            *hints,
+            f"its whole log: {log_file}",
+        ]
+    )
 
 
 def _end_with_parent() -> None:

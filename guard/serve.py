@@ -26,6 +26,7 @@ from guard.proxy.app import create_app
 from guard.proxy_server import StartError, listening_socket, serving
 from guard.settings import SettingsError, load_settings
 from guard.supervisor import running_engine
+from guard.telemetry.ledger import LedgerError, check_writable
 from guard.terminal import pull_with_progress, say, tick_printer
 
 
@@ -109,7 +110,7 @@ def run_until_signal(work: Coroutine[object, object, int]) -> int:
 
     try:
         return asyncio.run(guarded())
-    except (StartError, EngineError, ModelError, PolicyError, SettingsError) as error:
+    except (StartError, EngineError, ModelError, PolicyError, SettingsError, LedgerError) as error:
         say(f"guard: {error}")
         return 1
 
@@ -154,6 +155,7 @@ def proxy_app(options: ProxyOptions) -> FastAPI:
         port=options.port,
         ledger=options.ledger or default_ledger(),
     )
+    check_writable(settings.ledger)
     return create_app(settings)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from guard.engine_process import EngineCommand, EngineError, EngineProcess
+from guard.engine_process import EngineCommand, EngineError, EngineProcess, previous_log
 
 START_LIMIT_S = 1800.0
 """A large model may first be downloaded; an engine that is silent for longer is given up."""
@@ -36,7 +36,8 @@ class Supervisor:
             self._say(self.process.obituary())
             await self.process.stop()
             delay_s = next(delays_s)
-            self._say(f"starting the engine again in {delay_s:.0f} s")
+            kept = previous_log(self.command.log_file)
+            self._say(f"starting the engine again in {delay_s:.0f} s; the log is then kept as {kept}")
             await asyncio.sleep(delay_s)
             self.process = EngineProcess(self.command)
             try:

@@ -119,9 +119,14 @@ def install(what: str, *arguments: str) -> None:
         assert process.stdout is not None
         reader = threading.Thread(target=lines.extend, args=(process.stdout,))
         reader.start()
+        told = ""
         while reader.is_alive():
             reader.join(REPORT_INTERVAL_S)
-            say(f"{time.monotonic() - started_s:4.0f} s: {lines[-1].strip()[:100]}")
+            # pip writes gigabytes to disk without a word, after its last line about what it removed.
+            newest = lines[-1].strip()[:100]
+            shown = newest if newest != told and "uninstalled" not in newest else "writing packages to disk"
+            say(f"{time.monotonic() - started_s:4.0f} s: {shown}")
+            told = newest
     if process.returncode != 0:
         stop("".join([*lines, f"\npip failed with exit code {process.returncode}. Repair that and run make again."]))
 

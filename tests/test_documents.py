@@ -58,6 +58,14 @@ def test_the_policy_in_the_readme_is_a_policy(tmp_path: Path) -> None:
         )
 
 
+def test_the_answer_in_the_readme_is_the_shipped_policys() -> None:
+    assert re.findall(r"default@([0-9a-f]{12})", README) == [load_policy(default_policy()).hash[:12]]
+
+
+def test_no_page_has_a_placeholder() -> None:
+    assert [page.name for page in PAGES if re.search(r"@@|TODO|TBD|\bXXX\b", page.read_text(encoding="utf-8"))] == []
+
+
 def test_the_version_is_the_same_everywhere() -> None:
     declared = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.findall(r"^## (\d+\.\d+\.\d+)", (CHECKOUT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]

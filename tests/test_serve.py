@@ -196,3 +196,24 @@ def test_answers_do_not_wait_for_the_clients_acknowledgement() -> None:
         return delays[0]
 
     assert asyncio.run(accepted_without_delay()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "code"),
+    [
+        (("serve", "--ledger", "/proc/nowhere/x"), "the ledger /proc/nowhere/x cannot be written", 1),
+        (("proxy", "--upstream", "http://127.0.0.1:9", "--ledger", "/proc/nowhere/x"), "cannot be written", 1),
+        (("serve", "--port", "99999"), "--port", 2),
+        (("serve", "--engine-port", "0"), "--engine-port", 2),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_said_in_a_line_before_anything_slow_starts(
+    arguments: tuple[str, ...], said: str, code: int
+) -> None:
+    port = () if "--port" in arguments or arguments[0] == "proxy" else ("--port", str(free_port()))
+    command = [sys.executable, "-m", "guard", *arguments, *port]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == code
+    assert said in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert "starting vLLM" not in ended.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from guard.engine_process import EngineCommand, EngineError, EngineProcess, explain_end
+from guard.engine_process import EngineCommand, EngineError, EngineProcess, explain_end, previous_log
 from guard.machine import free_port
 from guard.supervisor import LONGEST_DELAY_S, backoff, running_engine
 
@@ -121,3 +121,12 @@ async def test_children_of_an_engine_that_was_killed_are_ended_at_once(tmp_path:
     async with asyncio.timeout(5):
         while process_runs(int(text)):
             await asyncio.sleep(0.05)
+
+
+async def test_the_log_of_an_engine_that_died_outlives_its_successors_start(tmp_path: Path) -> None:
+    start = command(tmp_path, "print('last words')")
+    first = EngineProcess(start)
+    await first.wait_ended()
+    second = EngineProcess(start)
+    await second.wait_ended()
+    assert previous_log(start.log_file).read_text() == "last words\n"

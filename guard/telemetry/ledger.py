@@ -41,13 +41,8 @@ class Ledger:
         self._logged_s = float("-inf")
 
     def __enter__(self) -> Self:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _open(self.path)
-        except OSError as error:
-            raise LedgerError(
-                f"the ledger {self.path} cannot be written: {error.strerror}; choose another file with --ledger"
-            ) from None
+        check_writable(self.path)
+        self._file = _open(self.path)
         self._thread.start()
         return self
 
@@ -122,6 +117,17 @@ class Ledger:
         if now_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = now_s
             log.error("ledger %s: %d entries %s: %s (said at most once a minute)", self.path, entries, result, why)
+
+
+def check_writable(path: Path) -> None:
+    """Open the ledger's file once, making it and its folder if need be. Raises ``LedgerError``."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(_open(path))
+    except OSError as error:
+        raise LedgerError(
+            f"the ledger {path} cannot be written: {error.strerror}; choose another file with --ledger"
+        ) from None
 
 
 def _open(path: Path) -> int:
