@@ -32,8 +32,6 @@ def monitor_routes(services: Services) -> APIRouter:
             return JSONResponse(error.to_wire(), error.status)
         return Response(services.metrics.exposition(), media_type=CONTENT_TYPE)
 
-    router.add_api_route("/livez", live)
-    router.add_api_route("/readyz", ready)
-    router.add_api_route("/health", ready)
-    router.add_api_route("/metrics", metrics)
+    for path, answer in (("/livez", live), ("/readyz", ready), ("/health", ready), ("/metrics", metrics)):
+        router.add_api_route(path, answer, methods=["GET", "HEAD"])  # some load balancers ask with HEAD
     return router

@@ -7,6 +7,7 @@ import hashlib
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,3 +235,10 @@ async def test_two_framings_of_one_body_are_refused(proxy: Proxy) -> None:
     assert b" 400 " in answer.splitlines()[0]
     writer.close()
     assert not proxy.engine.bodies
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/metrics"])
+async def test_load_balancers_may_ask_with_head(proxy: Proxy, path: str) -> None:
+    async with aiohttp.ClientSession() as session, session.head(proxy.url + path) as answer:
+        assert answer.status == 200
+        assert await answer.read() == b""
