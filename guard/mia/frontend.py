@@ -11,9 +11,8 @@ prepared and through its engine state afterwards. Requests without a spec run vL
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from guard.mia.patching import wrap
 from guard.mia.results import AttentionReadout, Readout, Readouts, RowsReadout, join_rows, rows_from_wire
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec
 from guard.mia.spec import MiaSpec, TokenRanges
@@ -119,22 +119,12 @@ def steering_salt(spec: MiaSpec, given: str | None) -> str:
 
 def install() -> None:
     """Wrap vLLM's front-end methods. Safe to call once per process, before any engine exists."""
-    _wrap(HfRenderer, "render_messages", _render_messages)
-    _wrap(HfRenderer, "render_messages_async", _render_messages_async)
-    _wrap(AsyncLLM, "generate", _generate)
-    _wrap(InputProcessor, "process_inputs", _process_inputs)
-    _wrap(OutputProcessor, "add_request", _add_request)
-    _wrap(OutputProcessor, "process_outputs", _process_outputs)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
-
-    setattr(owner, name, method)
+    wrap(HfRenderer, "render_messages", _render_messages)
+    wrap(HfRenderer, "render_messages_async", _render_messages_async)
+    wrap(AsyncLLM, "generate", _generate)
+    wrap(InputProcessor, "process_inputs", _process_inputs)
+    wrap(OutputProcessor, "add_request", _add_request)
+    wrap(OutputProcessor, "process_outputs", _process_outputs)
 
 
 def _render_messages(original: Any, renderer: HfRenderer, messages: Any, params: Any) -> Any:

@@ -10,7 +10,6 @@ attribute look-up a step.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from guard.mia.buffers import StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig, configured
+from guard.mia.patching import wrap
 from guard.mia.readouts import StepReading, read_step
 from guard.mia.results import Readouts, item_to_wire
 from guard.mia.routing import BatchView, Router, StepPlan
@@ -139,23 +139,13 @@ def install() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
-    _wrap(GPUModelRunnerV2, "load_model", _refuse_v2)
+    wrap(GPUModelRunnerV2, "load_model", _refuse_v2)
     for runner_class in (GPUModelRunner, CPUModelRunner):
-        _wrap(runner_class, "load_model", _load_model)
-    _wrap(GPUModelRunner, "_update_states", _update_states)
-    _wrap(GPUModelRunner, "_prepare_inputs", _prepare_inputs)
-    _wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
-    _wrap(Scheduler, "update_from_output", _update_from_output)
-
-
-def _wrap(owner: type, name: str, wrapper: Any) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
-
-    setattr(owner, name, method)
+        wrap(runner_class, "load_model", _load_model)
+    wrap(GPUModelRunner, "_update_states", _update_states)
+    wrap(GPUModelRunner, "_prepare_inputs", _prepare_inputs)
+    wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
+    wrap(Scheduler, "update_from_output", _update_from_output)
 
 
 def _load_model(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
