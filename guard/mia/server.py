@@ -26,10 +26,11 @@ EARLY_HEADER = b"x-mia-early"
 
 
 class MiaMiddleware:
-    """Holds nothing but the app: what belongs to one request lives in its ``RequestContext`` and ``_Answer``."""
+    """Holds the app and its engine's taps: what belongs to one request lives in ``RequestContext`` and ``_Answer``."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
+        self._taps: EngineConfig | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -42,7 +43,9 @@ class MiaMiddleware:
             return await self.app(scope, _replay(body, receive), send)
         try:
             spec = parse_spec(request["vllm_xargs"]["mia"])
-            _config(scope["app"]).check(spec)
+            if self._taps is None:
+                self._taps = _config(scope["app"])
+            self._taps.check(spec)
             _check_compatible(request)
         except SpecError as error:
             return await _send_error(send, error)

@@ -147,6 +147,22 @@ class Steer(_Model):
         return self
 
 
+def one_selector_is_a_list_of_one(value: Any) -> Any:
+    """Spans as people write them: a single selector needs no list."""
+    if isinstance(value, dict):
+        return {name: (span,) if isinstance(span, str) else span for name, span in value.items()}
+    return value
+
+
+def check_selectors(name: str, selectors: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` for a span's first selector that is none."""
+    for selector in selectors:
+        if not SELECTOR.fullmatch(selector):
+            raise ValueError(
+                f"span {name!r}: {selector!r} is not a selector; use ROLE, ROLE.first, ROLE.last or message.N"
+            )
+
+
 class MiaSpec(_Model):
     """Everything one request asks of the aperture. Names of captures are the keys of the readouts that come back."""
 
@@ -155,23 +171,14 @@ class MiaSpec(_Model):
     attention: dict[Name, AttentionCapture] = {}
     steer: Annotated[tuple[Steer, ...], Field(max_length=16)] = ()
 
-    @field_validator("spans", mode="before")
-    @classmethod
-    def _one_selector_is_a_list_of_one(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: (v,) if isinstance(v, str) else v for k, v in value.items()}
-        return value
+    _one_selector = field_validator("spans", mode="before")(one_selector_is_a_list_of_one)
 
     @field_validator("spans")
     @classmethod
     def _selectors_parse(cls, value: dict[str, Span]) -> dict[str, Span]:
         for name, span in value.items():
             if isinstance(span, tuple):
-                for selector in span:
-                    if not SELECTOR.fullmatch(selector):
-                        raise ValueError(
-                            f"span {name!r}: {selector!r} is not a selector; use ROLE, ROLE.first, ROLE.last, message.N"
-                        )
+                check_selectors(name, span)
         return value
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from guard.mia.spec import SELECTOR, Steer
+from guard.mia.spec import Steer, check_selectors, one_selector_is_a_list_of_one
 
 RuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,48}$")]
 DetectorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,24}$")]
@@ -38,12 +38,7 @@ class DetectorUse(_Section):
     """Which messages the detector's spans mean: span name to selectors (`ROLE`, `ROLE.first`, `ROLE.last`,
     `message.N`). Default: the detector's own choice."""
 
-    @field_validator("spans", mode="before")
-    @classmethod
-    def _one_selector_is_a_list_of_one(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: (one,) if isinstance(one, str) else one for name, one in value.items()}
-        return value
+    _one_selector = field_validator("spans", mode="before")(one_selector_is_a_list_of_one)
 
     @field_validator("spans")
     @classmethod
@@ -51,9 +46,7 @@ class DetectorUse(_Section):
         for name, selectors in value.items():
             if not selectors:
                 raise ValueError(f"span {name!r} names no messages")
-            for selector in selectors:
-                if not SELECTOR.fullmatch(selector):
-                    raise ValueError(f"{selector!r} is not a selector; use ROLE, ROLE.first, ROLE.last or message.N")
+            check_selectors(name, selectors)
         return value
 
 

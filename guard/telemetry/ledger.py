@@ -41,8 +41,7 @@ class Ledger:
         self._logged_s = float("-inf")
 
     def __enter__(self) -> Self:
-        check_writable(self.path)
-        self._file = _open(self.path)
+        self._file = _first_open(self.path)
         self._thread.start()
         return self
 
@@ -120,10 +119,14 @@ class Ledger:
 
 
 def check_writable(path: Path) -> None:
-    """Open the ledger's file once, making it and its folder if need be. Raises ``LedgerError``."""
+    """Raises ``LedgerError`` when the ledger cannot be opened; makes file and folder if need be."""
+    os.close(_first_open(path))
+
+
+def _first_open(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(_open(path))
+        return _open(path)
     except OSError as error:
         raise LedgerError(
             f"the ledger {path} cannot be written: {error.strerror}; choose another file with --ledger"
