@@ -43,6 +43,9 @@ def _gather_rows_fake(
 ADD, PROJECT, REPLACE = 0, 1, 2
 """Modes of ``steer_rows``. Ablation is projection on target 0."""
 
+LEAST_RELATIVE_NORM = 1e-4
+"""A steered row shorter than this part of what it was has only rounding left, and no direction to keep a norm in."""
+
 
 def steer_rows(
     hidden: torch.Tensor,
@@ -81,8 +84,9 @@ def steer_rows(
             before = before + residual.reshape(flat.shape).index_select(0, wanted).float()
         change = _change(before, vectors, scale, modes[part, None], targets[part, None])
         after = before + change
-        ratio = before.norm(dim=1, keepdim=True) / after.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        change = torch.where(keep_norm[part, None], after * ratio - before, change)
+        old, new = before.norm(dim=1, keepdim=True), after.norm(dim=1, keepdim=True)
+        has_direction = new > LEAST_RELATIVE_NORM * old
+        change = torch.where(keep_norm[part, None] & has_direction, after * (old / new) - before, change)
         flat.index_add_(0, wanted, change.to(flat.dtype))
 
 
