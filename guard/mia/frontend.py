@@ -25,7 +25,15 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from guard.mia.patching import wrap
-from guard.mia.results import AttentionReadout, Readout, Readouts, RowsReadout, join_rows, rows_from_wire
+from guard.mia.results import (
+    AttentionReadout,
+    Readout,
+    Readouts,
+    RowsReadout,
+    join_rows,
+    rows_from_wire,
+    with_token_ids,
+)
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec
 from guard.mia.spec import MiaSpec, TokenRanges
 
@@ -35,7 +43,7 @@ class PreparedPrompt:
     """One prompt of a request, as handed to the engine: what its readouts are completed with on the way back."""
 
     index: int
-    prompt_tokens: int
+    token_ids: list[int]
     span_tokens: dict[str, tuple[tuple[int, int], ...]]
     unavailable: dict[str, Readout]
 
@@ -88,7 +96,7 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
     spec = resolved.spec
     context.prompts[request_id] = PreparedPrompt(
         index=len(context.prompts),
-        prompt_tokens=len(ids),
+        token_ids=ids,
         span_tokens={name: span.tokens for name, span in spec.spans.items() if isinstance(span, TokenRanges)},
         unavailable={name: _unavailable(context.spec, name, reason) for name, reason in resolved.unavailable.items()},
     )
@@ -244,8 +252,10 @@ def _finish(context: RequestContext, state: Any) -> None:
             if capture.generates
         }
         prompt = context.prompts[request_id]
+        token_ids = [*prompt.token_ids, *state.detokenizer.output_token_ids]
+        items = {name: with_token_ids(item, token_ids) for name, item in items.items()}
         context.deliver(
-            Readouts(items, prompt.span_tokens, prompt.prompt_tokens, prompt.index, choice_index=choice, stage="final")
+            Readouts(items, prompt.span_tokens, len(prompt.token_ids), prompt.index, choice_index=choice, stage="final")
         )
 
 
@@ -253,7 +263,8 @@ def _complete(context: RequestContext, request_id: str, choice_index: int, reado
     prompt = context.prompts[request_id]
     return replace(
         readouts,
-        items={**readouts.items, **prompt.unavailable},
+        items={name: with_token_ids(item, prompt.token_ids) for name, item in readouts.items.items()}
+        | prompt.unavailable,
         span_tokens=prompt.span_tokens,
         prompt_index=prompt.index,
         choice_index=choice_index,

@@ -36,8 +36,10 @@ def register() -> None:
             "run this vLLM without mia"
         )
     from guard.mia import frontend
-    from guard.mia.runners import v1
+    from guard.mia.runners import handover, v1, v2
 
     frontend.install()
+    handover.install()
     v1.install()
+    v2.install()
     _installed = True

@@ -62,10 +62,9 @@ def keep_keys(store: KeyStore | None, chunk: KeyChunk, buffers: TapBuffers) -> N
 
 
 def _gathered_rows(chunk: RowChunk, buffers: TapBuffers) -> Rows:
-    length = len(chunk.token_ids)
-    values = buffers.hidden[chunk.layer].out[chunk.slot : chunk.slot + length]
-    positions = np.arange(chunk.start, chunk.start + length, dtype=np.int32)
-    return Rows(positions, chunk.token_ids, values.float().cpu().numpy().copy())
+    values = buffers.hidden[chunk.layer].out[chunk.slot : chunk.slot + chunk.length]
+    positions = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int32)
+    return Rows(positions, values.float().cpu().numpy().copy())
 
 
 def _grown(tracked: Tracked) -> dict[str, RowsReadout]:
@@ -102,7 +101,7 @@ def _rows_readout(tracked: Tracked, name: str, capture: HiddenCapture) -> RowsRe
         "complete",
         capture.layer,
         tuple(int(position) for chunk in chunks for position in chunk.positions),
-        tuple(int(token) for chunk in chunks for token in chunk.token_ids),
+        (),
         np.concatenate([chunk.values for chunk in chunks]),
     )
 
@@ -110,7 +109,7 @@ def _rows_readout(tracked: Tracked, name: str, capture: HiddenCapture) -> RowsRe
 def _single(rows: RowsReadout) -> HiddenReadout:
     if rows.values is None:
         return HiddenReadout(rows.status, rows.layer, reason=rows.reason)
-    return HiddenReadout(rows.status, rows.layer, rows.positions[0], rows.token_ids[0], rows.values[0])
+    return HiddenReadout(rows.status, rows.layer, rows.positions[0], None, rows.values[0])
 
 
 def _status_of(reason: str) -> Status:

@@ -7,7 +7,8 @@ says why; a consumer must treat it as "no score", never as "clean".
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -116,6 +117,15 @@ def array_from_wire(wire: dict[str, Any]) -> FloatArray:
     if wire["dtype"] != "float32":
         raise ValueError(f"dtype {wire['dtype']!r} is not float32")
     return np.frombuffer(base64.b64decode(wire["data"], validate=True), dtype="<f4").reshape(wire["shape"])
+
+
+def with_token_ids(item: Readout, token_ids: Sequence[int]) -> Readout:
+    """The readout with the tokens at its positions. token_ids: those of prompt and answer, in order."""
+    if isinstance(item, HiddenReadout) and item.position is not None:
+        return replace(item, token_id=token_ids[item.position])
+    if isinstance(item, RowsReadout):
+        return replace(item, token_ids=tuple(token_ids[position] for position in item.positions))
+    return item
 
 
 def join_rows(parts: list[RowsReadout]) -> RowsReadout:

@@ -31,16 +31,14 @@ class BatchView:
     """One step's batch, complete when constructed. Tokens of request i are rows ``starts[i]:starts[i + 1]``.
 
     starts: ``[requests + 1]`` int32, host. computed: ``[requests]`` int32, host: tokens of each request that earlier
-    steps computed, so row ``starts[i] + j`` is the request's token ``computed[i] + j``. known: ``[requests]`` int32,
-    host: tokens of prompt and answer so far; a request whose last known token is in the step samples one in it.
-    token_ids: ``[requests, at least known]`` int32, host.
+    steps computed, so row ``starts[i] + j`` is the request's token ``computed[i] + j``. samples: ``[requests]`` bool,
+    host: whether the step samples a token of the request.
     """
 
     request_ids: list[str]
     starts: npt.NDArray[np.int32]
     computed: npt.NDArray[np.int32]
-    known: npt.NDArray[np.int32]
-    token_ids: npt.NDArray[np.int32]
+    samples: npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -65,7 +63,6 @@ class Rows:
     """Gathered rows of one capture. values: ``[len(positions), hidden_size]`` float32, host."""
 
     positions: npt.NDArray[np.int32]
-    token_ids: npt.NDArray[np.int32]
     values: npt.NDArray[np.float32]
 
 
@@ -105,14 +102,14 @@ class KeyChunk:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows from ``slot`` on of the layer's hidden tap hold the request's tokens from ``start`` on: ``token_ids``."""
+    """Rows from ``slot`` on of the layer's hidden tap hold the request's tokens ``start:start + length``."""
 
     request_id: str
     capture: str
     layer: int
     slot: int
     start: int
-    token_ids: npt.NDArray[np.int32]
+    length: int
 
 
 @dataclass
@@ -203,8 +200,8 @@ class Router:
             rows = _Window(int(batch.starts[i]), int(batch.computed[i]), int(batch.starts[i + 1] - batch.starts[i]))
             if tracked.captures:
                 self._route_attention(request_id, tracked, rows, gathered, plan)
-                self._route_hidden(request_id, tracked, rows, batch.token_ids[i], gathered, plan)
-                if rows.end == batch.known[i]:
+                self._route_hidden(request_id, tracked, rows, gathered, plan)
+                if batch.samples[i]:
                     plan.sampled.append(request_id)
                 tracked.seen = max(tracked.seen, rows.end)
             for layer, runs in self._route_steering(tracked, rows).items():
@@ -230,7 +227,6 @@ class Router:
         request_id: str,
         tracked: Tracked,
         rows: _Window,
-        token_ids: npt.NDArray[np.int32],
         gathered: _Gathered,
         plan: StepPlan,
     ) -> None:
@@ -248,8 +244,7 @@ class Router:
                     tracked.failed[name] = NO_ROWS
                     break
                 slot = gathered.hidden.add(capture.layer, wanted)
-                ids = token_ids[wanted.start : wanted.end].copy()
-                plan.row_chunks.append(RowChunk(request_id, name, capture.layer, slot, wanted.start, ids))
+                plan.row_chunks.append(RowChunk(request_id, name, capture.layer, slot, wanted.start, wanted.length))
 
     def _route_steering(self, tracked: Tracked, rows: _Window) -> dict[int, list[_SteerRun]]:
         """What one request's steering does in this step, by layer, in the order in which it asked."""

@@ -1,0 +1,106 @@
+"""What every model runner's adapter shares: taps after loading, entries before a step, readouts after it.
+
+A runner's own file (``v1``, ``v2``) says when, and hands over one ``BatchView`` a step; nothing here knows which runner
+it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from guard.mia.buffers import StepLimits, TapBuffers
+from guard.mia.engine_config import EngineConfig
+from guard.mia.readouts import StepReading, read_step
+from guard.mia.results import Readouts, item_to_wire
+from guard.mia.routing import BatchView, Router, StepPlan
+from guard.mia.spec import parse_spec
+from guard.mia.steering import load_bank
+from guard.mia.taps import UnsupportedModelError, attention_shape, find_decoder, insert
+
+logger = init_logger("vllm.mia")
+
+ADAPTER_ATTRIBUTE = "mia"
+"""Name under which a model runner keeps its adapter."""
+
+
+class Adapter:
+    """One per model runner. Made when the model is loaded, before any forward pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        config: EngineConfig,
+        limits: StepLimits,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        decoder = find_decoder(model)
+        wanted = {*config.hidden_layers, *config.steering_layers, *(layer for layer, _ in config.attention_heads)}
+        if unknown := sorted(wanted - decoder.blocks.keys()):
+            raise UnsupportedModelError(f"mia names layers {unknown}; this model has blocks 1 to {len(decoder.blocks)}")
+        shapes = {layer: attention_shape(decoder.attention[layer]) for layer, _ in config.attention_heads}
+        if bad := [head for head in config.attention_heads if head[1] >= shapes[head[0]].query_heads]:
+            raise UnsupportedModelError(f"mia names heads {bad} that this model does not have")
+        hidden_size = vllm_config.model_config.get_hidden_size()
+        bank = load_bank(config.steering_folder, config.steering_vectors, hidden_size, device)
+        self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, bank.vectors, dtype)
+        self.router = Router(self.buffers, bank, config.max_host_bytes)
+        self._decoder = decoder
+        self._plan: StepPlan | None = None
+        self._started = False
+        insert(decoder, self.buffers)
+        logger.info(
+            "mia: hidden-state taps at layers %s, attention taps for %d heads, steering at layers %s with %d vectors; "
+            "buffers %.1f MiB",
+            list(config.hidden_layers),
+            len(config.attention_heads),
+            list(config.steering_layers),
+            len(config.steering_vectors),
+            self.buffers.size_bytes / 2**20,
+        )
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that have finished. A preempted request has not: it is computed again and goes on."""
+        for request_id in request_ids:
+            self.router.remove(request_id)
+
+    def admit(self, request_id: str, sampling_params: Any, prompt_len: int) -> None:
+        """A request is scheduled for the first time, or again after its preemption."""
+        extra = sampling_params.extra_args if sampling_params is not None else None
+        if not extra or (text := extra.get("mia")) is None or request_id in self.router.requests:
+            return
+        # Parsed and checked by the API server already: a failure here is a bug and may stop the engine.
+        spec = parse_spec(text)
+        if spec.asks:
+            self.router.add(request_id, spec, prompt_len)
+
+    def before_forward(self, batch: BatchView) -> None:
+        if not self._started:
+            # Models run through transformers' code set their attention scale in the first forward pass, the warm-up.
+            shapes = {layer: attention_shape(self._decoder.attention[layer]) for layer in self.buffers.query}
+            self.buffers.attention_shapes.update(shapes)
+            self._started = True
+        self._plan = self.router.fill(batch)
+
+    def take_readouts(self) -> dict[str, dict[str, Any]]:
+        """Wire forms of what this step gives to send, by engine request id."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return {}
+        readings = read_step(self.router, self.buffers, plan)
+        return {
+            request_id: _reading_to_wire(reading, self.router.requests[request_id].prompt_len)
+            for request_id, reading in readings.items()
+        }
+
+
+def _reading_to_wire(reading: StepReading, prompt_len: int) -> dict[str, Any]:
+    prompt = None if reading.prompt is None else Readouts(reading.prompt, prompt_tokens=prompt_len).to_wire()
+    return {"prompt": prompt, "grown": {name: item_to_wire(rows) for name, rows in reading.grown.items()}}
