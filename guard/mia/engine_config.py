@@ -35,9 +35,17 @@ class EngineConfig(BaseModel):
     max_host_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
     """Host memory for what is gathered of prompts until they are read to the end: keys for attention, rows of the
     residual stream. Captures beyond it get ``dropped``."""
+    artifact_folder: Path | None = None
+    """The operator's folder for readouts that requests want as files; None: such requests are refused."""
+    max_artifact_bytes: Annotated[int, Field(ge=0)] = 1024 * 1024 * 1024
+    """Most bytes that the artifacts in that folder may have together; readouts that do not fit get ``dropped``."""
+    artifact_retention_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    """How long an artifact is kept. Nothing younger is removed, whatever space is needed."""
 
     def check(self, spec: MiaSpec) -> None:
         """Raise ``SpecError`` when ``spec`` asks for something that this engine has no tap for."""
+        if spec.deliver != "answer" and self.artifact_folder is None:
+            raise SpecError("this engine was started without artifact_folder, so it writes no files", "mia.deliver")
         for name, hidden in spec.hidden.items():
             if hidden.layer not in self.hidden_layers:
                 raise SpecError(

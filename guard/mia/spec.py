@@ -99,6 +99,8 @@ class AttentionCapture(_Model):
     position: Literal["last_prompt"] = "last_prompt"
 
 
+Deliver = Literal["answer", "safetensors", "pt"]
+
 SteeringMethod = Literal["add_vector", "project", "ablate", "replace"]
 
 Selector = Annotated[str, Field(max_length=64)]
@@ -170,6 +172,8 @@ class MiaSpec(_Model):
     hidden: dict[Name, HiddenCapture] = {}
     attention: dict[Name, AttentionCapture] = {}
     steer: Annotated[tuple[Steer, ...], Field(max_length=16)] = ()
+    deliver: Deliver = "answer"
+    """Where values go: into the answer, or into files of the server's artifact folder; the answer then names them."""
 
     _one_selector = field_validator("spans", mode="before")(one_selector_is_a_list_of_one)
 
