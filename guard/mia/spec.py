@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -17,12 +18,15 @@ MAX_SPEC_BYTES = 64 * 1024
 """Longest accepted JSON text of one spec."""
 
 MAX_CAPTURES = 64
-"""Most captures, hidden and attention together, that one request may name."""
+"""Most captures, of all kinds together, that one request may name."""
 
 MAX_VECTORS_PER_LAYER = 4
 """Most steering vectors that one request may add after one layer."""
 
-SELECTOR = re.compile(r"(?P<role>[a-z_]{1,32})(?:\.(?P<which>all|first|last))?|message\.(?P<index>-?\d{1,6})")
+SELECTOR = re.compile(
+    r"(?:message\.(?P<index>-?\d{1,6})|(?P<role>[a-z_]{1,32})(?:\.(?P<which>all|first|last))?)"
+    r"(?:\.part\.(?P<part>-?\d{1,6}))?"
+)
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
 Layer = Annotated[int, Field(ge=0, le=1024)]
@@ -142,10 +146,20 @@ class Steer(_Model):
     """Which of them: all; of the prompt only the last (generated ones are each the last when they come); or ranges of
     tokens, counted from the prompt's first on through the generated ones."""
 
+    gate: Gate | None = None
+    """Acts only once this has opened; then `phase` must be `decode`, so that how a prompt was cut into steps does not
+    matter."""
+
     @model_validator(mode="after")
     def _target_belongs_to_project(self) -> Self:
         if (self.method == "project") != (self.target is not None):
             raise ValueError("method project needs a target, and only it has one")
+        return self
+
+    @model_validator(mode="after")
+    def _gates_hold_back_generated_tokens(self) -> Self:
+        if self.gate is not None and self.phase != "decode":
+            raise ValueError("a gated steering has phase decode")
         return self
 
 
@@ -165,12 +179,19 @@ def check_selectors(name: str, selectors: tuple[str, ...]) -> None:
             )
 
 
+def span_of(capture: Capture) -> tuple[str, ...]:
+    """The span that says at which tokens a capture reads, if one does."""
+    return (capture.positions.span,) if isinstance(capture.positions, SpanPositions) else ()
+
+
 class MiaSpec(_Model):
     """Everything one request asks of the aperture. Names of captures are the keys of the readouts that come back."""
 
     spans: Annotated[dict[Name, Span], Field(max_length=16)] = {}
     hidden: dict[Name, HiddenCapture] = {}
+    probes: dict[Name, ProbeCapture] = {}
     attention: dict[Name, AttentionCapture] = {}
+    qk: dict[Name, QKCapture] = {}
     steer: Annotated[tuple[Steer, ...], Field(max_length=16)] = ()
     deliver: Deliver = "answer"
     """Where values go: into the answer, or into files of the server's artifact folder; the answer then names them."""
@@ -187,27 +208,49 @@ class MiaSpec(_Model):
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
-        if len(self.hidden) + len(self.attention) > MAX_CAPTURES:
+        names = Counter([*self.hidden, *self.probes, *self.attention, *self.qk])
+        if names.total() > MAX_CAPTURES:
             raise ValueError(f"at most {MAX_CAPTURES} captures a request")
-        if both := self.hidden.keys() & self.attention.keys():
-            raise ValueError(f"a capture's name is used once: {', '.join(sorted(both))}")
-        for name, capture in self.attention.items():
-            if missing := set(capture.spans) - self.spans.keys():
-                raise ValueError(f"attention.{name} names undefined spans: {', '.join(sorted(missing))}")
-            if not (capture.spans or capture.weights):
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise ValueError(f"a capture's name is used once: {', '.join(twice)}")
+        for kind, name, capture in self._captures_by_kind():
+            spans = (*(capture.spans if isinstance(capture, AttentionCapture) else ()), *span_of(capture))
+            if missing := set(spans) - self.spans.keys():
+                raise ValueError(f"{kind}.{name} names undefined spans: {', '.join(sorted(missing))}")
+        for name, attention in self.attention.items():
+            if not (attention.spans or attention.weights):
                 raise ValueError(f"attention.{name} names no spans and does not ask for weights")
-        for name, hidden in self.hidden.items():
-            if isinstance(hidden.positions, SpanPositions) and hidden.positions.span not in self.spans:
-                raise ValueError(f"hidden.{name} names an undefined span: {hidden.positions.span}")
+        for i, steer in enumerate(self.steer):
+            if steer.gate is not None:
+                self._check_gate(f"steer.{i}.gate", steer.gate)
         for layer, vectors in Counter(steer.layer for steer in self.steer).items():
             if vectors > MAX_VECTORS_PER_LAYER:
                 raise ValueError(f"steer names {vectors} vectors at layer {layer}; at most {MAX_VECTORS_PER_LAYER}")
         return self
 
+    def _captures_by_kind(self) -> Iterator[tuple[str, str, Capture]]:
+        for kind in ("hidden", "probes", "attention", "qk"):
+            for name, capture in getattr(self, kind).items():
+                yield kind, name, capture
+
+    def _check_gate(self, where: str, gate: Gate) -> None:
+        if gate.readout in self.attention:
+            if gate.span not in self.attention[gate.readout].spans:
+                raise ValueError(f"{where} needs a span of attention.{gate.readout}, not {gate.span!r}")
+        elif gate.readout not in self.probes or gate.span is not None:
+            raise ValueError(
+                f"{where}.readout {gate.readout!r} is no probe or attention capture (a span goes with one)"
+            )
+
+    @property
+    def captures(self) -> dict[str, Capture]:
+        """All captures by name."""
+        return {name: capture for _, name, capture in self._captures_by_kind()}
+
     @property
     def asks(self) -> bool:
         """Whether it asks for anything."""
-        return bool(self.hidden or self.attention or self.steer)
+        return bool(self.captures or self.steer)
 
     @property
     def needs_messages(self) -> bool:
