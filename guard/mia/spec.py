@@ -74,33 +74,60 @@ span. The last generated token is never fed to the model, so it has no row."""
 class HiddenCapture(_Model):
     """The full residual stream (hidden + residual) after one block, at ``positions``.
 
-    ``layer`` is the index into transformers' ``hidden_states``: i is the output of block i.
+    ``layer`` is the index into transformers' ``hidden_states``: 0 is the embedding, i the output of block i.
     """
 
     layer: Layer
     positions: Positions = "last_prompt"
 
-    @property
-    def generates(self) -> bool:
-        """Whether rows come while the answer is generated."""
-        return self.positions in ("generated", "all")
 
-    @property
-    def whole_prompt(self) -> bool:
-        """Whether it reads prompt tokens that a prefix cache would skip."""
-        return self.positions not in ("last_prompt", "generated")
+class ProbeCapture(_Model):
+    """The logits of a probe that the engine was started with, at ``positions``; the states themselves stay inside."""
+
+    probe: Name
+    positions: Positions = "last_prompt"
 
 
 class AttentionCapture(_Model):
-    """How much attention each of ``heads`` puts, from one token, on each of ``spans`` (sum of probabilities).
+    """How much attention each of ``heads`` puts on each of ``spans``: the sum of its probabilities there.
 
-    With ``weights`` the probabilities of all prompt tokens come back too; then ``spans`` may be empty.
+    ``positions`` says from which tokens: the prompt's last; the mean over a span or over token ranges; or each
+    generated one, which gives a row for each. With ``weights`` the probabilities of all tokens up to there come back
+    too; then ``spans`` may be empty.
     """
 
     heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=4096)]
     spans: Annotated[tuple[Name, ...], Field(max_length=16)] = ()
     weights: bool = False
-    position: Literal["last_prompt"] = "last_prompt"
+    positions: Literal["last_prompt", "generated"] | TokenRanges | SpanPositions = "last_prompt"
+
+
+class QKCapture(_Model):
+    """Raw queries of ``heads`` at ``positions``, and the keys of their key heads at every token up to the last.
+
+    Both as the attention multiplies them: after rotary embedding and norms.
+    """
+
+    heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=4096)]
+    positions: Positions = "last_prompt"
+
+
+Capture = HiddenCapture | ProbeCapture | AttentionCapture | QKCapture
+
+
+def generates(capture: Capture) -> bool:
+    """Whether a capture's rows come while the answer is generated."""
+    return capture.positions in ("generated", "all")
+
+
+def reads_whole_prompt(capture: Capture) -> bool:
+    """Whether it reads prompt tokens that a prefix cache would skip: attention needs the keys of all of them."""
+    return isinstance(capture, AttentionCapture | QKCapture) or capture.positions not in ("last_prompt", "generated")
+
+
+def span_of(capture: Capture) -> tuple[str, ...]:
+    """The span that says at which tokens a capture reads, if one does."""
+    return (capture.positions.span,) if isinstance(capture.positions, SpanPositions) else ()
 
 
 Deliver = Literal["answer", "safetensors", "pt"]
@@ -111,7 +138,39 @@ Selector = Annotated[str, Field(max_length=64)]
 Span = TokenRanges | Annotated[tuple[Selector, ...], Field(min_length=1, max_length=16)]
 """Token ranges, or message selectors whose texts are joined: ``system``, ``user.last``, ``tool``, ``message.3``.
 
-A bare role means all messages of that role. ``message.-1`` counts from the end."""
+A bare role means all messages of that role. ``message.-1`` counts from the end. ``.part.N`` behind either takes the Nth
+part of contents that are lists of parts: ``user.last.part.0``."""
+
+
+class Gate(_Model):
+    """Holds a steering back until a readout of the same request crosses a threshold; then it acts to the end.
+
+    Decided inside the engine after every step: the first token that can be steered is the one after the crossing.
+    """
+
+    readout: Name
+    """Name of a probe or attention capture of this request. Each of its rows is compared as it comes."""
+
+    span: Name | None = None
+    """For attention: which span's mass, as the mean over the capture's heads."""
+
+    output: Annotated[int, Field(ge=0, le=1024)] = 0
+    """For a probe: which of its outputs."""
+
+    above: Annotated[float | None, Field(allow_inf_nan=False)] = None
+    """Opens when the readout is greater than this."""
+
+    below: Annotated[float | None, Field(allow_inf_nan=False)] = None
+    """Opens when the readout is less than this."""
+
+    @model_validator(mode="after")
+    def _one_threshold(self) -> Self:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("a gate has either above or below")
+        return self
+
+    def opens(self, value: float) -> bool:
+        return value > self.above if self.above is not None else value < (self.below or 0.0)
 
 
 class Steer(_Model):
@@ -177,11 +236,6 @@ def check_selectors(name: str, selectors: tuple[str, ...]) -> None:
             raise ValueError(
                 f"span {name!r}: {selector!r} is not a selector; use ROLE, ROLE.first, ROLE.last or message.N"
             )
-
-
-def span_of(capture: Capture) -> tuple[str, ...]:
-    """The span that says at which tokens a capture reads, if one does."""
-    return (capture.positions.span,) if isinstance(capture.positions, SpanPositions) else ()
 
 
 class MiaSpec(_Model):
