@@ -6,12 +6,13 @@ compile-cache key, so an engine with other taps never loads a stale graph. Witho
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from guard.mia.spec import Head, Layer, MiaSpec, Name, SpecError
+from guard.mia.spec import AttentionCapture, Head, Layer, MiaSpec, Name, QKCapture, SpecError
 
 
 class EngineConfig(BaseModel):
@@ -29,12 +30,24 @@ class EngineConfig(BaseModel):
     """The operator's folder of ``NAME.safetensors`` files, each with one tensor ``vector`` of ``[hidden_size]``."""
     steering_vectors: tuple[Name, ...] = ()
     """Names of the vectors in that folder that requests may use; all are loaded at start."""
+    max_steering_vectors: Annotated[int | None, Field(ge=0, le=65536)] = None
+    """Room in the bank, for vectors that are added while the engine runs. None: those loaded at start, no more."""
+    max_relative_dose: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """Most that steering may change a token's residual stream, as a part of its length; a stronger change is shortened
+    to it and counted. None: no limit."""
+    probe_folder: Path | None = None
+    """The operator's folder of ``NAME.safetensors`` files with tensors ``weight`` ``[outputs, hidden_size]`` and
+    ``bias`` ``[outputs]``."""
+    probes: dict[Name, Layer] = {}
+    """Probes in that folder that requests may read, and the layer that each was trained on."""
     max_hidden_rows_per_step: Annotated[int | None, Field(ge=1)] = None
     """Rows of the residual stream that one step may copy, per layer; a capture beyond it gets ``dropped``. None: one
     for each request in a step, which is enough for last prompt tokens and generated ones."""
+    max_query_rows_per_step: Annotated[int | None, Field(ge=1)] = None
+    """The same for queries: spans and whole prompts of them need more than one for each request."""
     max_host_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
-    """Host memory for what is gathered of prompts until they are read to the end: keys for attention, rows of the
-    residual stream. Captures beyond it get ``dropped``."""
+    """Host memory for what is gathered until it can be sent: keys for attention, rows of the residual stream, queries.
+    Captures beyond it get ``dropped``."""
     artifact_folder: Path | None = None
     """The operator's folder for readouts that requests want as files; None: such requests are refused."""
     max_artifact_bytes: Annotated[int, Field(ge=0)] = 1024 * 1024 * 1024
@@ -42,8 +55,27 @@ class EngineConfig(BaseModel):
     artifact_retention_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     """How long an artifact is kept. Nothing younger is removed, whatever space is needed."""
 
-    def check(self, spec: MiaSpec) -> None:
-        """Raise ``SpecError`` when ``spec`` asks for something that this engine has no tap for."""
+    @model_validator(mode="after")
+    def _room_for_what_is_loaded(self) -> Self:
+        if self.max_steering_vectors is not None and self.max_steering_vectors < len(self.steering_vectors):
+            raise ValueError(f"max_steering_vectors has no room for the {len(self.steering_vectors)} steering_vectors")
+        return self
+
+    @property
+    def bank_capacity(self) -> int:
+        """Steering vectors that the bank has room for."""
+        return len(self.steering_vectors) if self.max_steering_vectors is None else self.max_steering_vectors
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """Layers whose residual stream has a tap: for requests or for probes."""
+        return tuple(sorted({*self.hidden_layers, *self.probes.values()}))
+
+    def check(self, spec: MiaSpec, vectors: Collection[str] | None = None) -> None:
+        """Raise ``SpecError`` when ``spec`` asks for something that this engine has no tap for.
+
+        ``vectors``: names in the bank now, where they are not those that were loaded at start.
+        """
         if spec.deliver != "answer" and self.artifact_folder is None:
             raise SpecError("this engine was started without artifact_folder, so it writes no files", "mia.deliver")
         for name, hidden in spec.hidden.items():
@@ -52,20 +84,30 @@ class EngineConfig(BaseModel):
                     f"this engine has no hidden-state tap at layer {hidden.layer}; it has {list(self.hidden_layers)}",
                     f"mia.hidden.{name}.layer",
                 )
-        for name, attention in spec.attention.items():
-            if missing := [list(head) for head in attention.heads if head not in self.attention_heads]:
+        for name, probe in spec.probes.items():
+            if probe.probe not in self.probes:
                 raise SpecError(
-                    f"this engine has no attention tap for heads {missing[:8]}", f"mia.attention.{name}.heads"
+                    f"this engine has no probe {probe.probe!r}; it has {sorted(self.probes)}",
+                    f"mia.probes.{name}.probe",
                 )
+        by_kind: tuple[tuple[str, Mapping[str, AttentionCapture | QKCapture]], ...]
+        by_kind = (("attention", spec.attention), ("qk", spec.qk))
+        for kind, captures in by_kind:
+            for name, capture in captures.items():
+                if missing := [list(head) for head in capture.heads if head not in self.attention_heads]:
+                    raise SpecError(
+                        f"this engine has no attention tap for heads {missing[:8]}", f"mia.{kind}.{name}.heads"
+                    )
+        loaded = self.steering_vectors if vectors is None else vectors
         for i, steer in enumerate(spec.steer):
             if steer.layer not in self.steering_layers:
                 raise SpecError(
                     f"this engine does not steer at layer {steer.layer}; it steers at {list(self.steering_layers)}",
                     f"mia.steer.{i}.layer",
                 )
-            if steer.vector not in self.steering_vectors:
+            if steer.vector not in loaded:
                 raise SpecError(
-                    f"this engine has no steering vector {steer.vector!r}; it has {list(self.steering_vectors)}",
+                    f"this engine has no steering vector {steer.vector!r}; it has {sorted(loaded)}",
                     f"mia.steer.{i}.vector",
                 )
 
