@@ -15,7 +15,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from guard.mia import plugin
@@ -59,18 +58,6 @@ def test_what_the_adapter_was_written_for_is_accepted() -> None:
 def test_a_mode_in_which_readouts_would_be_wrong_is_refused_with_the_reason(changed: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         refuse_unsupported(config(**changed))
-
-
-def test_configured_taps_are_refused_on_the_v2_runner_and_an_engine_without_taps_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plugin.register()
-    runner = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={"mia": {}}))
-    with pytest.raises(UnsupportedModelError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        GPUModelRunnerV2.load_model(runner)
-    runner.vllm_config.additional_config = {}
-    with pytest.raises(AttributeError):  # vLLM's own method runs, and misses the rest of a real runner
-        GPUModelRunnerV2.load_model(runner)
 
 
 NAMES = [

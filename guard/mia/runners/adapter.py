@@ -89,6 +89,10 @@ class Adapter:
             self._started = True
         self._plan = self.router.fill(batch)
 
+    def before_dummy(self) -> None:
+        """A forward pass without requests follows: what the last step filled in would point into its rows."""
+        self.buffers.clear()
+
     def take_readouts(self) -> dict[str, dict[str, Any]]:
         """Wire forms of what this step gives to send, by engine request id."""
         plan, self._plan = self._plan, None

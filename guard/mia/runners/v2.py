@@ -1,26 +1,119 @@
-"""vLLM 0.29's V2 model runner, which exists on CUDA alone: refused until its adapter is here."""
+"""The adapter for vLLM 0.29's V2 model runner, which vLLM takes on CUDA unless told otherwise; eager execution.
+
+Relies on (vLLM 0.29): GPUModelRunner.{load_model, finish_requests, add_requests, prepare_inputs, _dummy_run,
+sample_tokens, max_num_reqs, max_num_tokens, model, dtype, device, vllm_config}, InputBatch.{req_ids, num_reqs,
+query_start_loc_np, num_computed_tokens_np, num_scheduled_tokens, prefill_len_np}, SchedulerOutput.{scheduled_new_reqs,
+finished_req_ids}, NewRequestData.{req_id, sampling_params, prompt_len}, AsyncOutput.model_runner_output. Under
+synchronous scheduling without speculation ``num_computed_tokens_np`` is exact, else only an upper bound.
+A runner without configured taps keeps vLLM's methods' cost to one attribute look-up a step.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from guard.mia.buffers import StepLimits
 from guard.mia.engine_config import configured
 from guard.mia.patching import wrap
+from guard.mia.routing import BatchView
+from guard.mia.runners.adapter import ADAPTER_ATTRIBUTE, Adapter
+from guard.mia.runners.handover import attach
 from guard.mia.taps import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+def refuse_unsupported(config: VllmConfig) -> None:
+    """Raise ``UnsupportedModelError`` for a mode in which readouts would be wrong or missing."""
+    parallel, compilation = config.parallel_config, config.compilation_config
+    reasons = {
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        # The rows of one rank's forward pass are then no longer the batch's rows.
+        "context parallelism": parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
+        "dual batch overlap": parallel.enable_dbo,
+        "speculative decoding": config.speculative_config is not None,
+        # Block-wise generation rewrites tokens that it has computed already.
+        "diffusion language models": config.model_config.is_diffusion,
+        "pooling models": config.model_config.runner_type == "pooling",
+        "asynchronous scheduling (add --no-async-scheduling)": bool(config.scheduler_config.async_scheduling),
+        "CUDA graphs and compilation (add --enforce-eager)": compilation.mode not in (None, CompilationMode.NONE)
+        or compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE),
+    }
+    if refused := [name for name, present in reasons.items() if present]:
+        raise UnsupportedModelError(f"mia on the V2 runner does not support: {', '.join(refused)}")
 
 
 def install() -> None:
     """Wrap the runner's methods. Safe to call once per process, before any engine exists."""
     wrap(GPUModelRunner, "load_model", _load_model)
+    wrap(GPUModelRunner, "finish_requests", _finish_requests)
+    wrap(GPUModelRunner, "add_requests", _add_requests)
+    wrap(GPUModelRunner, "prepare_inputs", _prepare_inputs)
+    wrap(GPUModelRunner, "_dummy_run", _dummy_run)
+    wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
 
 
-def _load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Without this, taps that were asked for would silently not be there."""
-    if configured(runner.vllm_config.additional_config) is not None:
-        raise UnsupportedModelError(
-            "mia has no adapter for vLLM's V2 model runner yet: set VLLM_USE_V2_MODEL_RUNNER=0 and add "
-            "--enforce-eager --no-async-scheduling"
-        )
+def _adapter(runner: GPUModelRunner) -> Adapter | None:
+    return getattr(runner, ADAPTER_ATTRIBUTE, None)
+
+
+def _load_model(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
+    config = configured(runner.vllm_config.additional_config)
+    if config is not None:
+        refuse_unsupported(runner.vllm_config)
     original(runner, *args, **kwargs)
+    if config is None or _adapter(runner) is not None:
+        return
+    limits = StepLimits(runner.max_num_reqs, runner.max_num_tokens)
+    dtype = cast(torch.dtype, runner.dtype)
+    adapter = Adapter(runner.model, runner.vllm_config, config, limits, dtype, runner.device)
+    setattr(runner, ADAPTER_ATTRIBUTE, adapter)
+
+
+def _finish_requests(original: Any, runner: GPUModelRunner, scheduled: SchedulerOutput) -> None:
+    original(runner, scheduled)
+    if (adapter := _adapter(runner)) is not None:
+        # vLLM's method frees the preempted as well; they come back as new requests and go on.
+        adapter.end(scheduled.finished_req_ids)
+
+
+def _add_requests(original: Any, runner: GPUModelRunner, scheduled: SchedulerOutput) -> None:
+    original(runner, scheduled)
+    if (adapter := _adapter(runner)) is not None:
+        for request in scheduled.scheduled_new_reqs:
+            adapter.admit(request.req_id, request.sampling_params, request.prompt_len)
+
+
+def _prepare_inputs(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> InputBatch:
+    batch: InputBatch = original(runner, *args, **kwargs)
+    if (adapter := _adapter(runner)) is not None:
+        adapter.before_forward(_batch_view(batch))
+    return batch
+
+
+def _batch_view(batch: InputBatch) -> BatchView:
+    """The batch in its own order, which is not the scheduler's, and without the rows that pad it."""
+    starts, computed = batch.query_start_loc_np[: batch.num_reqs + 1], batch.num_computed_tokens_np
+    samples = computed + batch.num_scheduled_tokens >= batch.prefill_len_np
+    return BatchView(batch.req_ids, starts, computed, samples)
+
+
+def _dummy_run(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    """Profiling, warm-up, and what a data-parallel rank without work runs: no rows are anyone's."""
+    if (adapter := _adapter(runner)) is not None:
+        adapter.before_dummy()
+    return original(runner, *args, **kwargs)
+
+
+def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    output = original(runner, *args, **kwargs)
+    if (adapter := _adapter(runner)) is not None and (readouts := adapter.take_readouts()):
+        attach(output.model_runner_output, readouts)
+    return output
