@@ -1,34 +1,113 @@
 """Routes that the aperture adds to vLLM's API server, as an official endpoint plugin.
 
-Loaded when ``VLLM_PLUGINS`` names ``mia``. The paths lie under ``/v1``, so vLLM's own ``--api-key`` covers them.
+Loaded when ``VLLM_PLUGINS`` names ``mia``. The paths lie under ``/v1``, so vLLM's own ``--api-key`` covers them: it has
+checked the key before a route here is reached. Readouts are given to nobody when the server has no key to check.
 """
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
-from typing import Any
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, BinaryIO
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from vllm import envs
 
 from guard import __version__
+from guard.mia.artifact_store import ArtifactNotFoundError, ArtifactStore, artifact_store
+from guard.mia.artifacts import TENSOR_FILES
 from guard.mia.engine_config import configured
 from guard.mia.plugin import vllm_version
 from guard.mia.spec import MiaSpec
 
+READOUTS = "/readouts"
+CHUNK_BYTES = 256 * 1024
+HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
 router = APIRouter(prefix="/v1/mia")
+
+
+class NoKeyError(Exception):
+    """The server was started without an API key, so it cannot know who asks for readouts."""
 
 
 @router.get("/capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
-    """What this engine has taps for, and the JSON schema of a request's spec."""
+    """What this engine has taps for, where readouts can go, and the JSON schema of a request's spec."""
     config = configured(request.app.state.vllm_config.additional_config)
+    folders = {"steering_folder", "probe_folder", "artifact_folder"}
     return {
         "object": "mia.capabilities",
         "mia_guard_version": __version__,
         "vllm_version": vllm_version(),
-        "taps": None if config is None else config.model_dump(mode="json", exclude={"steering_folder"}),
+        "taps": None if config is None else config.model_dump(mode="json", exclude=folders),
+        "deliver": ["answer", *(TENSOR_FILES if artifact_store(config) is not None else ())],
         "spec_schema": MiaSpec.model_json_schema(),
     }
+
+
+def _store(request: Request) -> ArtifactStore:
+    """What every route below works on. Raises ``NoKeyError`` and ``ArtifactNotFoundError``."""
+    # The same keys, found the same way, as vLLM's own middleware.
+    if not any(request.app.state.args.api_key or [envs.VLLM_API_KEY]):
+        raise NoKeyError
+    store = artifact_store(configured(request.app.state.vllm_config.additional_config))
+    if store is None:
+        raise ArtifactNotFoundError
+    return store
+
+
+# Not async: each blocks on the disk, so it runs in a thread, and so do the iterators that it returns.
+
+
+@router.get(READOUTS + "/{artifact_id}")
+def readouts(artifact_id: str, store: ArtifactStore = Depends(_store)) -> StreamingResponse:  # noqa: B008
+    """Readouts in the wire form that answers have, values and all."""
+    pieces = store.json_with_values(artifact_id)
+    return StreamingResponse(chain([next(pieces)], pieces), media_type="application/json", headers=HEADERS)
+
+
+@router.get(READOUTS + "/{artifact_id}/{name}")
+def readouts_file(artifact_id: str, name: str, store: ArtifactStore = Depends(_store)) -> StreamingResponse:  # noqa: B008
+    """One of the artifact's files as it is on the disk."""
+    file, size_bytes = store.open_file(artifact_id, name)
+    media_type = "application/json" if name.endswith(".json") else "application/octet-stream"
+    headers = {**HEADERS, "content-length": str(size_bytes), "content-disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(_chunks(file), media_type=media_type, headers=headers)
+
+
+@router.delete(READOUTS + "/{artifact_id}")
+def remove_readouts(artifact_id: str, store: ArtifactStore = Depends(_store)) -> dict[str, Any]:  # noqa: B008
+    store.remove(artifact_id)
+    return {"object": "mia.readouts.deleted", "id": artifact_id, "deleted": True}
+
+
+@router.get(READOUTS + "{rest:path}", include_in_schema=False)
+def no_readouts(store: ArtifactStore = Depends(_store)) -> None:  # noqa: B008
+    """Every other path below, so that it too is answered in OpenAI's shape."""
+    raise ArtifactNotFoundError
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+async def _no_key(_request: Request, _error: Exception) -> JSONResponse:
+    message = "readouts are read with a key, and this server has none: start vLLM with --api-key KEY or VLLM_API_KEY"
+    return _refusal(403, "permission_error", "no_api_key", message)
+
+
+async def _not_found(_request: Request, _error: Exception) -> JSONResponse:
+    return _refusal(404, "invalid_request_error", "readouts_not_found", "no such readouts, or they are too old")
+
+
+def _refusal(status: int, kind: str, code: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
 
 
 class MiaEndpoints:
@@ -39,6 +118,11 @@ class MiaEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        app.add_exception_handler(NoKeyError, _no_key)
+        app.add_exception_handler(ArtifactNotFoundError, _not_found)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Nothing to prepare: routes read ``state.vllm_config``, which vLLM sets."""
+        """Raises ``ArtifactFolderError``, which ends the server. Routes read ``state``, which vLLM sets."""
+        store = artifact_store(configured(state.vllm_config.additional_config))
+        if store is not None:
+            await asyncio.to_thread(store.prepare)

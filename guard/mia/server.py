@@ -1,7 +1,7 @@
 """What is added to vLLM's API server: specs are checked before the engine, readouts leave with the answer.
 
 One plain ASGI middleware (``--middleware guard.mia.server.MiaMiddleware``). A request without ``vllm_xargs.mia`` passes
-untouched. Never reads or changes the answer itself: readouts are put beside it.
+untouched. Never reads or changes the answer itself: readouts are put beside it, or into files that are named there.
 """
 
 from __future__ import annotations
@@ -9,20 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from guard.mia.artifact_store import ArtifactFolderError, ArtifactStore, NoSpaceError, artifact_store
+from guard.mia.artifacts import FileFormat, dropped, without_values
 from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.frontend import RequestContext, active
 from guard.mia.results import EVENT_OBJECT, Readouts
-from guard.mia.spec import SpecError, parse_spec
+from guard.mia.spec import MiaSpec, SpecError, parse_spec
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+WriteFiles = Callable[[list[Readouts]], Awaitable[dict[str, Any]]]
+
+log = logging.getLogger("guard.mia")
 
 EARLY_HEADER = b"x-mia-early"
 """Asks, with value 1, that prompt readouts of an answer that is not streamed come as soon as they exist."""
+
+END_FRAME = b"data: [DONE]"
+"""Clients read an event stream no further."""
+
+WRITERS = 4
+"""Threads that write artifacts; of their own, so that a slow disk delays nobody who wants no files."""
 
 
 class MiaMiddleware:
@@ -31,8 +44,11 @@ class MiaMiddleware:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
         self._taps: EngineConfig | None = None
+        self._writers = ThreadPoolExecutor(WRITERS, "mia-artifacts")
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._live(scope, receive, send)
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         body = await _read_body(receive)
@@ -46,23 +62,49 @@ class MiaMiddleware:
             if self._taps is None:
                 self._taps = _config(scope["app"])
             self._taps.check(spec)
-            _check_compatible(request)
+            early = not request.get("stream") and (EARLY_HEADER, b"1") in scope["headers"]
+            _check_compatible(request, spec, early)
         except SpecError as error:
             return await _send_error(send, error)
         context = RequestContext(spec)
         if spec.needs_messages:
             request["return_token_offsets"] = True
-        early = not request.get("stream") and (EARLY_HEADER, b"1") in scope["headers"]
         # The engine gets the very object that was checked, however the text spelt it.
         body = json.dumps(request).encode()
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-        answer = _Answer(context, send)
+        answer = _Answer(context, send, self._write_files(spec.deliver) if spec.deliver != "answer" else None)
         with active(context):
             if early:
                 await answer.run_early(self.app(scope, _replay(body, receive), answer.send))
             else:
                 await self.app(scope, _replay(body, receive), answer.send)
+
+    async def _live(self, scope: Message, receive: Receive, send: Send) -> None:
+        """The application's life. A folder for artifacts that cannot be used ends it before it begins."""
+        store = artifact_store(configured(scope["app"].state.vllm_config.additional_config))
+        if store is None:
+            return await self.app(scope, receive, send)
+        try:
+            await asyncio.to_thread(store.prepare)
+        except ArtifactFolderError as error:
+            await receive()
+            return await send({"type": "lifespan.startup.failed", "message": f"mia: {error}"})
+        cleaning = asyncio.create_task(_clean_regularly(store))
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            cleaning.cancel()
+
+    def _write_files(self, file_format: FileFormat) -> WriteFiles:
+        store = artifact_store(self._taps)
+        assert store is not None, "checked with the spec"
+
+        async def write(readouts: list[Readouts]) -> dict[str, Any]:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._writers, _write, store, readouts, file_format)
+
+        return write
 
 
 async def _read_body(receive: Receive) -> bytes | None:
@@ -111,7 +153,9 @@ def _config(app: Any) -> EngineConfig:
     return config
 
 
-def _check_compatible(request: dict[str, Any]) -> None:
+def _check_compatible(request: dict[str, Any], spec: MiaSpec, early: bool) -> None:
+    if early and spec.deliver != "answer":
+        raise SpecError("x-mia-early wants readouts before the answer's end, when no file is written", "mia.deliver")
     if request.get("use_beam_search"):
         raise SpecError("does not work with use_beam_search, which rewrites the request step by step")
 
@@ -136,17 +180,40 @@ def _event(readouts: list[Readouts]) -> dict[str, Any]:
     return {"object": EVENT_OBJECT, "readouts": [one.to_wire() for one in readouts]}
 
 
+async def _clean_regularly(store: ArtifactStore) -> None:
+    while True:
+        await asyncio.sleep(store.cleaning_interval_s)
+        try:
+            await asyncio.to_thread(store.clean)
+        except OSError:
+            log.exception("the artifact folder could not be cleaned")
+
+
+def _write(store: ArtifactStore, readouts: list[Readouts], file_format: FileFormat) -> dict[str, Any]:
+    """The event of an answer whose readouts are files. A disk that fails costs the readouts, not the answer."""
+    try:
+        artifact = store.write(readouts, file_format)
+    except NoSpaceError as error:
+        return _event([dropped(one, str(error)) for one in readouts])
+    except OSError:
+        log.exception("an artifact could not be written")
+        return _event([dropped(one, "the server could not write the files; its log says why") for one in readouts])
+    return {**_event([without_values(one) for one in readouts]), "artifact": artifact.to_wire()}
+
+
 class _Answer:
     """Puts readouts beside one answer: a first frame of a stream, a field of a JSON body, or a first line.
 
     Three wire forms: an event stream gets a frame of its own before the first frame that follows the readouts; a JSON
     body gets a field ``mia``; with ``x-mia-early`` the response is one line with the readouts at once, one line with
-    the status and headers of vLLM's answer, then that answer's body as it is.
+    the status and headers of vLLM's answer, then that answer's body as it is. Where ``write_files`` is given, the
+    frame or field comes once, at the answer's end, and says where they are.
     """
 
-    def __init__(self, context: RequestContext, send: Send) -> None:
+    def __init__(self, context: RequestContext, send: Send, write_files: WriteFiles | None) -> None:
         self._context = context
         self._send = send
+        self._write_files = write_files
         self._start: Message | None = None
         self._body: list[bytes] = []
         self._early = False
@@ -178,8 +245,8 @@ class _Answer:
             elif self._early:
                 await self._send(message)
             elif self._streams:
-                if self._context.pending:
-                    await self._send_part(b"data: " + _line(_event(self._context.take())) + b"\n")
+                if self._context.pending and (self._write_files is None or _ends(message)):
+                    await self._send_part(b"data: " + _line(await self._take_event()) + b"\n")
                 await self._send(message)
             else:
                 await self._on_json(message)
@@ -208,13 +275,22 @@ class _Answer:
             return
         body = b"".join(self._body)
         if self._context.pending and self._start["status"] == 200 and body.endswith(b"}"):
-            body = body[:-1] + b',"mia":' + json.dumps(_event(self._context.take())).encode() + b"}"
+            body = body[:-1] + b',"mia":' + json.dumps(await self._take_event()).encode() + b"}"
         headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
         await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body})
 
+    async def _take_event(self) -> dict[str, Any]:
+        readouts = self._context.take()
+        return _event(readouts) if self._write_files is None else await self._write_files(readouts)
+
     async def _send_part(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _ends(message: Message) -> bool:
+    """Whether this is an event stream's last frame, or comes after it."""
+    return END_FRAME in message.get("body", b"") or not message.get("more_body", False)
 
 
 def _line(value: Any) -> bytes:
