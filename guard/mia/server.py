@@ -1,7 +1,8 @@
 """What is added to vLLM's API server: specs are checked before the engine, readouts leave with the answer.
 
-One plain ASGI middleware (``--middleware guard.mia.server.MiaMiddleware``). A request without ``vllm_xargs.mia`` passes
-untouched. Never reads or changes the answer itself: readouts are put beside it, or into files that are named there.
+One plain ASGI middleware (``--middleware guard.mia.server.MiaMiddleware``). A request without ``vllm_xargs.mia``, or
+MIA's own keys there, passes untouched. Never reads or changes the answer itself: readouts are put beside it, or into
+files that are named there.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any
 
 from guard.mia.artifact_store import ArtifactFolderError, ArtifactStore, NoSpaceError, artifact_store
 from guard.mia.artifacts import FileFormat, dropped, without_values
+from guard.mia.compat import CompatConfig, compat_of
+from guard.mia.compat_request import asks, requested_spec, without_keys
 from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.frontend import RequestContext, active
 from guard.mia.results import EVENT_OBJECT, Readouts
-from guard.mia.spec import MiaSpec, SpecError, parse_spec
+from guard.mia.spec import MiaSpec, SpecError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -44,6 +47,7 @@ class MiaMiddleware:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
         self._taps: EngineConfig | None = None
+        self._compat: CompatConfig | None = None
         self._writers = ThreadPoolExecutor(WRITERS, "mia-artifacts")
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -58,9 +62,10 @@ class MiaMiddleware:
         if request is None:
             return await self.app(scope, _replay(body, receive), send)
         try:
-            spec = parse_spec(request["vllm_xargs"]["mia"])
             if self._taps is None:
                 self._taps = _config(scope["app"])
+                self._compat = compat_of(scope["app"].state.vllm_config.additional_config)
+            spec = requested_spec(request["vllm_xargs"], self._compat, self._taps)
             self._taps.check(spec)
             early = not request.get("stream") and (EARLY_HEADER, b"1") in scope["headers"]
             _check_compatible(request, spec, early)
@@ -70,6 +75,8 @@ class MiaMiddleware:
         if spec.needs_messages:
             request["return_token_offsets"] = True
         # The engine gets the very object that was checked, however the text spelt it.
+        if "mia" not in request["vllm_xargs"]:
+            request["vllm_xargs"] = {**without_keys(request["vllm_xargs"]), "mia": spec.to_wire()}
         body = json.dumps(request).encode()
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
@@ -134,7 +141,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _asking(body: bytes) -> dict[str, Any] | None:
-    """The parsed request when it has ``vllm_xargs.mia``; bodies that are not JSON are left to vLLM to refuse."""
+    """The parsed request when it asks for something; bodies that are not JSON are left to vLLM to refuse."""
     if b"vllm_xargs" not in body:
         return None
     try:
@@ -143,7 +150,7 @@ def _asking(body: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(request, dict) or not isinstance(request.get("vllm_xargs"), dict):
         return None
-    return request if "mia" in request["vllm_xargs"] else None
+    return request if asks(request["vllm_xargs"]) else None
 
 
 def _config(app: Any) -> EngineConfig:
