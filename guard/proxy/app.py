@@ -13,14 +13,17 @@ Owns the table of routes. A path that is not in it is refused: nothing reaches v
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from guard.proxy.answer import Whole
 from guard.proxy.chat import chat
-from guard.proxy.errors import NotFoundError
+from guard.proxy.errors import ModelNotFoundError, NotFoundError, UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.proxy.monitor import monitor_routes
 from guard.proxy.recording import Recorded
@@ -41,6 +44,8 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.router.routes.append(Route(CHAT, Recorded(services, CHAT, chat)))
     app.router.routes.append(Route(MODELS, Recorded(services, MODELS, models)))
+    # Names of models may have slashes.
+    app.router.routes.append(Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)))
     app.include_router(monitor_routes(services))
     app.router.default = Recorded(services, OTHER, unknown)
     return app
@@ -48,10 +53,32 @@ def create_app(settings: Settings) -> FastAPI:
 
 async def models(services: Services, exchange: Exchange) -> None:
     """vLLM's list of models."""
+    await relay_whole(exchange, await _list_of_models(services, exchange))
+
+
+async def model(services: Services, exchange: Exchange) -> None:
+    """One model of that list; vLLM has no route for it."""
+    whole = await _list_of_models(services, exchange)
+    if whole.status == 200:
+        whole = replace(whole, body=_entry(whole.body, exchange.scope["path_params"]["model"]))
+    await relay_whole(exchange, whole)
+
+
+async def _list_of_models(services: Services, exchange: Exchange) -> Whole:
     services.access.check(exchange.headers)
     exchange.need_method("GET")
-    list_ = services.upstream.get(MODELS, exchange.record.request_id)
-    await relay_whole(exchange, await exchange.until_client_leaves(list_))
+    return await exchange.until_client_leaves(services.upstream.get(MODELS, exchange.record.request_id))
+
+
+def _entry(list_: bytes, model_id: str) -> bytes:
+    """Raises ``ModelNotFoundError``, and ``UpstreamError`` for what is no list of models."""
+    try:
+        found = next((json.dumps(one) for one in json.loads(list_)["data"] if one["id"] == model_id), None)
+    except (ValueError, LookupError, TypeError):
+        raise UpstreamError("the model server's list of models cannot be read") from None
+    if found is None:
+        raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
+    return found.encode()
 
 
 async def unknown(services: Services, exchange: Exchange) -> None:

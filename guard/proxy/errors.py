@@ -8,6 +8,7 @@
     ├── InvalidKeyError           401  no API key, or an unknown one
     ├── ForbiddenHostError        403  without API keys only this machine is answered
     ├── NotFoundError             404  a path that the guard does not serve
+    │   └── ModelNotFoundError    404  a model that vLLM does not serve
     ├── MethodError               405  the wrong method for the path
     ├── BlockedError              400  a rule hit
     ├── GuardUnavailableError     503  a rule that blocks on_error got no score
@@ -40,7 +41,7 @@ class ApiError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
     outcome: ClassVar[Outcome] = "internal_error"
-    headers: ClassVar[Mapping[str, str]] = {}
+    headers: Mapping[str, str] = {}
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -84,7 +85,7 @@ class InvalidKeyError(ApiError):
     type = "authentication_error"
     code = "invalid_api_key"
     outcome = "refused"
-    headers: ClassVar[Mapping[str, str]] = {"www-authenticate": "Bearer"}
+    headers: Mapping[str, str] = {"www-authenticate": "Bearer"}
 
 
 class ForbiddenHostError(ApiError):
@@ -101,11 +102,21 @@ class NotFoundError(ApiError):
     outcome = "refused"
 
 
+class ModelNotFoundError(NotFoundError):
+    code = "model_not_found"
+
+
 class MethodError(ApiError):
+    """``allowed``: the method that the path takes."""
+
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
     outcome = "refused"
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(message)
+        self.headers = {"allow": allowed}
 
 
 class BlockedError(ApiError):
@@ -115,7 +126,7 @@ class BlockedError(ApiError):
     type = "invalid_request_error"
     code = "content_filter"
     outcome = "blocked"
-    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class GuardUnavailableError(ApiError):
@@ -124,14 +135,14 @@ class GuardUnavailableError(ApiError):
     status = 503
     code = "guard_unavailable"
     outcome = "guard_unavailable"
-    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class SteeringError(ApiError):
     status = 502
     code = "steering_unavailable"
     outcome = "guard_unavailable"
-    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class StoppedError(ApiError):

@@ -46,7 +46,7 @@ class Exchange:
 
     def need_method(self, method: str) -> None:
         if self.scope["method"] != method:
-            raise MethodError(f"{self.record.route} takes {method}")
+            raise MethodError(f"{self.record.route} takes {method}", method)
 
     async def read_body(self, limit_bytes: int, timeout_s: float) -> bytes:
         """Raises ``TooLargeError``, as early as it is known, ``SlowBodyError`` or ``ClientGoneError``."""

@@ -41,6 +41,7 @@ class FakeEngine:
     refuses_reading: bool = False
     refuses_steering: bool = False
     extra_headers: dict[str, str] = field(default_factory=lambda: {"server": "engine", "x-internal": "secret"})
+    served: tuple[str, ...] = ("tiny",)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -154,7 +155,7 @@ class FakeEngine:
 
     async def models(self, request: web.Request) -> web.Response:
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        return web.json_response({"object": "list", "data": [{"id": one, "object": "model"} for one in self.served]})
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()

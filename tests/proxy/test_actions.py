@@ -159,3 +159,14 @@ async def test_the_official_client_streams_and_reads_the_request_id(proxy: Proxy
     assert raw.headers["x-request-id"] == "my-1"
     assert proxy.engine.headers[0]["x-request-id"] == "my-1"
     assert [model.id async for model in client(proxy).models.list()] == ["tiny"]
+
+
+async def test_one_model_is_found_by_its_name_and_another_is_not(start_proxy: StartProxy) -> None:
+    async with running(FakeEngine(served=("tiny", "org/tiny-2"))) as engine, start_proxy(engine) as proxy:
+        for name in engine.served:
+            model = await client(proxy).models.retrieve(name)
+            assert (model.id, model.object) == (name, "model")
+        for name in ("tin", "org", "org/tiny-2/", "../models"):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client(proxy).models.retrieve(name)
+            assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

@@ -151,6 +151,7 @@ async def test_a_large_body_within_the_limit_passes(proxy: Proxy) -> None:
         ("POST", "/v1/completions", 404), ("POST", "/v1/embeddings", 404), ("GET", "/", 404), ("GET", "/docs", 404),
         ("GET", "/openapi.json", 404), ("POST", "/v1/chat/completions/", 404), ("POST", "//v1/chat/completions", 404),
         ("POST", "/v1/chat/../chat/completions", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405),
+        ("DELETE", "/v1/models/tiny", 405),
         ("POST", "/V1/chat/completions", 404), ("POST", "/v1/mia/capabilities", 404),
     ],
 )  # fmt: skip
@@ -163,6 +164,8 @@ async def test_nothing_else_reaches_the_engine(proxy: Proxy, method: str, path: 
     assert f" {status} ".encode() in head.splitlines()[0]
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
     writer.close()
+    allowed = {CHAT: b"POST", "/v1/models": b"GET", "/v1/models/tiny": b"GET"}
+    assert status != 405 or b"allow: " + allowed[path] in head.splitlines()
     assert not proxy.engine.headers
     assert (await proxy.entry())["outcome"] == "refused"
 
