@@ -74,9 +74,11 @@ class SteerTap:
     keep_norm: torch.Tensor
     bounds: torch.Tensor
     bank: torch.Tensor
+    dose_limit: torch.Tensor
+    doses: torch.Tensor
 
     @classmethod
-    def allocate(cls, capacity: int, bank: torch.Tensor) -> SteerTap:
+    def allocate(cls, capacity: int, bank: torch.Tensor, dose_limit: torch.Tensor) -> SteerTap:
         def zeros(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(capacity, dtype=dtype, device=bank.device)
 
@@ -89,6 +91,8 @@ class SteerTap:
             keep_norm=zeros(torch.bool),
             bounds=torch.zeros(MAX_VECTORS_PER_LAYER + 1, dtype=torch.int64),
             bank=bank,
+            dose_limit=dose_limit,
+            doses=zeros(torch.float32),
         )
 
     def fill(self, entries: SteerEntries) -> None:
@@ -109,7 +113,7 @@ class SteerTap:
 
     @property
     def size_bytes(self) -> int:
-        entries = (self.rows, self.slots, self.modes, self.coefficients, self.targets, self.keep_norm)
+        entries = (self.rows, self.slots, self.modes, self.coefficients, self.targets, self.keep_norm, self.doses)
         return sum(buffer.nbytes for buffer in entries)
 
 
@@ -144,7 +148,7 @@ class AttentionShape:
 
 @dataclass
 class TapBuffers:
-    """All taps of one engine, by layer number (transformers' numbering: blocks from 1)."""
+    """All taps of one engine, by layer number (transformers' numbering: the embedding is 0, blocks count from 1)."""
 
     hidden: dict[int, GatherTap]
     query: dict[int, GatherTap]
@@ -162,16 +166,16 @@ class TapBuffers:
         bank: torch.Tensor,
         dtype: torch.dtype,
     ) -> TapBuffers:
-        """``shapes`` has an entry for each attention layer of ``config``; ``bank`` is ``[vectors, hidden_size]``."""
+        """``shapes`` has an entry for each attention layer of ``config``; ``bank`` is ``[capacity, hidden_size]``."""
         device = bank.device
         layers = sorted({layer for layer, _ in config.attention_heads})
         hidden_rows = config.max_hidden_rows_per_step or limits.requests
+        query_rows = config.max_query_rows_per_step or limits.requests
+        dose_limit = torch.tensor([config.max_relative_dose or float("inf")], device=device)
         return cls(
-            hidden={
-                n: GatherTap.allocate(hidden_rows, hidden_size, dtype, device) for n in sorted(config.hidden_layers)
-            },
+            hidden={n: GatherTap.allocate(hidden_rows, hidden_size, dtype, device) for n in config.tapped_layers},
             query={
-                n: GatherTap.allocate(limits.requests, shapes[n].query_heads * shapes[n].head_size, dtype, device)
+                n: GatherTap.allocate(query_rows, shapes[n].query_heads * shapes[n].head_size, dtype, device)
                 for n in layers
             },
             key={
@@ -179,7 +183,7 @@ class TapBuffers:
                 for n in layers
             },
             steer={
-                n: SteerTap.allocate(MAX_VECTORS_PER_LAYER * limits.tokens, bank)
+                n: SteerTap.allocate(MAX_VECTORS_PER_LAYER * limits.tokens, bank, dose_limit)
                 for n in sorted(config.steering_layers)
             },
             attention_shapes=shapes,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,16 +27,20 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from guard.mia.patching import wrap
 from guard.mia.results import (
-    AttentionReadout,
     Readout,
     Readouts,
-    RowsReadout,
-    join_rows,
-    rows_from_wire,
+    SteeringReport,
+    StepReading,
+    join,
+    not_complete,
+    size_bytes,
     with_token_ids,
 )
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec
-from guard.mia.spec import MiaSpec, TokenRanges
+from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
+from guard.mia.windows import first_steered
+
+TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
 
 
 @dataclass
@@ -49,16 +54,28 @@ class PreparedPrompt:
 
 
 @dataclass
+class Growing:
+    """One choice's readouts that go on through the answer, as they came so far, and what its steering did."""
+
+    parts: dict[str, list[Any]] = field(default_factory=dict)
+    size_bytes: int = 0
+    steering: tuple[SteeringReport, ...] = ()
+
+
+@dataclass
 class RequestContext:
     """One request's spec, what rendering found, and the readouts as they arrive.
 
-    ``grown``: rows that came so far of captures that go on through the answer, by prompt's request id and choice.
+    ``vectors``: digests of the engine's steering vectors by name. ``max_grown_bytes``: most that what grows with one
+    answer may take. ``growing``: by prompt's request id and choice.
     """
 
     spec: MiaSpec
+    vectors: dict[str, str] = field(default_factory=dict)
+    max_grown_bytes: int = 2**63
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError("the request has no messages"))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
-    grown: dict[tuple[str, int], dict[str, list[RowsReadout]]] = field(default_factory=dict)
+    growing: dict[tuple[str, int], Growing] = field(default_factory=dict)
     pending: list[Readouts] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -94,35 +111,45 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
     ids = prompt["prompt_token_ids"]
     resolved = resolve_spec(context.spec, context.messages, prompt.get("prompt_token_offsets"), len(ids))
     spec = resolved.spec
+    for i, steer in enumerate(spec.steer):
+        if steer.gate is not None and (reason := resolved.unavailable.get(steer.gate.readout)):
+            # Its gate could never open: better no answer than one that is silently not steered.
+            raise VLLMValidationError(f"mia.steer.{i}.gate: {reason}", parameter=f"mia.steer.{i}.gate")
     context.prompts[request_id] = PreparedPrompt(
         index=len(context.prompts),
         token_ids=ids,
         span_tokens={name: span.tokens for name, span in spec.spans.items() if isinstance(span, TokenRanges)},
-        unavailable={name: _unavailable(context.spec, name, reason) for name, reason in resolved.unavailable.items()},
+        unavailable={
+            name: not_complete(context.spec.captures[name], "unavailable", reason)
+            for name, reason in resolved.unavailable.items()
+        },
     )
-    if resolved.unavailable and not (spec.hidden or spec.attention):
+    if resolved.unavailable and not spec.asks:
         # Nothing is left for the engine to read, so nothing would come back from it.
         context.deliver(_complete(context, request_id, 0, Readouts({}, prompt_tokens=len(ids))))
     params = params.clone()
-    params.extra_args = {**(params.extra_args or {}), "mia": spec.to_wire()}
-    if spec.attention or any(capture.whole_prompt for capture in spec.hidden.values()):
+    asked = {"spec": spec.to_wire(), "steered_from": first_steered(spec, len(ids))}
+    if asked["steered_from"] is not None:
+        asked["steering_key"] = steering_key(spec, context.vectors)
+    params.extra_args = {**(params.extra_args or {}), "mia": asked}
+    if any(reads_whole_prompt(capture) for capture in spec.captures.values()):
         # Tokens of cached blocks never pass the taps.
         params.skip_reading_prefix_cache = True
-    if spec.steer:
-        prompt = {**prompt, "cache_salt": steering_salt(spec, prompt.get("cache_salt"))}
     return prompt, params
 
 
-def _unavailable(spec: MiaSpec, capture: str, reason: str) -> Readout:
-    if capture in spec.attention:
-        return AttentionReadout("unavailable", spec.attention[capture].heads, reason=reason)
-    return RowsReadout("unavailable", spec.hidden[capture].layer, reason=reason)
-
-
-def steering_salt(spec: MiaSpec, given: str | None) -> str:
-    """Cache salt under which only requests that are steered alike share blocks."""
-    steer = "|".join(sorted(one.model_dump_json() for one in spec.steer))
-    return hashlib.sha256(f"{given or ''}|mia|{steer}".encode()).hexdigest()
+def steering_key(spec: MiaSpec, vectors: dict[str, str]) -> str:
+    """What tells blocks apart that different steering has touched: the steering, its gates, the vectors' contents."""
+    gated = {one.gate.readout: spec.captures[one.gate.readout] for one in spec.steer if one.gate is not None}
+    parts = [
+        [one.model_dump(mode="json") for one in spec.steer],
+        {name: capture.model_dump(mode="json") for name, capture in gated.items()},
+        {name: span.model_dump(mode="json") for name, span in spec.spans.items() if isinstance(span, TokenRanges)}
+        if gated
+        else {},
+        {one.vector: vectors.get(one.vector, "") for one in spec.steer},
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def install() -> None:
@@ -230,33 +257,52 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
     return processed
 
 
-def _receive(context: RequestContext, state: Any, wire: dict[str, Any]) -> None:
+def _receive(context: RequestContext, state: Any, wire: Any) -> None:
     """What one engine step gave for one choice."""
     request_id, choice = state.external_req_id, state.request_index
-    if wire["prompt"] is not None:
-        context.deliver(_complete(context, request_id, choice, Readouts.from_wire(wire["prompt"])))
-    if wire["grown"]:
-        rows = context.grown.setdefault((request_id, choice), {})
-        for name, item in wire["grown"].items():
-            rows.setdefault(name, []).append(rows_from_wire(item))
+    reading = StepReading.from_wire(wire)
+    if reading.prompt is not None:
+        prompt_tokens = len(context.prompts[request_id].token_ids)
+        readouts = Readouts(reading.prompt, prompt_tokens=prompt_tokens)
+        context.deliver(_complete(context, request_id, choice, readouts))
+    if reading.grown or reading.steering:
+        growing = context.growing.setdefault((request_id, choice), Growing())
+        growing.steering = reading.steering or growing.steering
+        for name, item in reading.grown.items():
+            growing.size_bytes += size_bytes(item)
+            if growing.size_bytes > context.max_grown_bytes:
+                item = not_complete(context.spec.captures[name], "dropped", TOO_LONG)
+                growing.parts[name] = []
+            growing.parts.setdefault(name, []).append(item)
 
 
 def _finish(context: RequestContext, state: Any) -> None:
     """The answer has ended: what grew with it is whole."""
-    if any(capture.generates for capture in context.spec.hidden.values()):
-        request_id, choice = state.external_req_id, state.request_index
-        grown = context.grown.pop((request_id, choice), {})
-        items: dict[str, Readout] = {
-            name: join_rows(grown[name]) if name in grown else RowsReadout("complete", capture.layer)
-            for name, capture in context.spec.hidden.items()
-            if capture.generates
-        }
-        prompt = context.prompts[request_id]
-        token_ids = [*prompt.token_ids, *state.detokenizer.output_token_ids]
-        items = {name: with_token_ids(item, token_ids) for name, item in items.items()}
-        context.deliver(
-            Readouts(items, prompt.span_tokens, len(prompt.token_ids), prompt.index, choice_index=choice, stage="final")
+    captures = {name: capture for name, capture in context.spec.captures.items() if generates(capture)}
+    if not captures and not context.spec.steer:
+        return
+    request_id, choice = state.external_req_id, state.request_index
+    growing = context.growing.pop((request_id, choice), Growing())
+    prompt = context.prompts[request_id]
+    token_ids = [*prompt.token_ids, *state.detokenizer.output_token_ids]
+    items: dict[str, Readout] = {}
+    for name, capture in captures.items():
+        if name in prompt.unavailable:
+            continue
+        parts = growing.parts.get(name)
+        whole: Readout = join(parts) if parts else not_complete(capture, "complete", "")
+        items[name] = with_token_ids(whole, token_ids)
+    context.deliver(
+        Readouts(
+            items,
+            prompt.span_tokens,
+            len(prompt.token_ids),
+            prompt.index,
+            choice_index=choice,
+            stage="final",
+            steering=growing.steering,
         )
+    )
 
 
 def _complete(context: RequestContext, request_id: str, choice_index: int, readouts: Readouts) -> Readouts:

@@ -58,6 +58,8 @@ def steer_rows(
     keep_norm: torch.Tensor,
     bounds: torch.Tensor,
     bank: torch.Tensor,
+    dose_limit: torch.Tensor,
+    doses: torch.Tensor,
 ) -> None:
     """Change rows of the stream ``hidden + residual`` by writing to ``hidden``, in passes one after the other.
 
@@ -65,7 +67,9 @@ def steer_rows(
     dimensions count as one, tokens. rows, slots: ``[capacity]`` int64, read. modes: ``[capacity]`` int64, read.
     coefficients, targets: ``[capacity]`` float32, read. keep_norm: ``[capacity]`` bool, read.
     bounds: ``[passes + 1]`` int64 on the host, read: pass p has entries ``bounds[p]:bounds[p + 1]``, each of another
-    row. bank: ``[vectors, hidden_size]`` float32, read. The change is computed in float32 and rounded once.
+    row. bank: ``[vectors, hidden_size]`` float32, read. dose_limit: ``[1]`` float32, read: most of ``|change| /
+    |stream|``; a stronger change is shortened to it. doses: ``[capacity]`` float32, written: what each entry asked for.
+    The change is computed in float32 and rounded once.
     """
     flat = hidden.view(-1, hidden.shape[-1])
     limits = bounds.tolist()
@@ -74,19 +78,18 @@ def steer_rows(
             continue
         part = slice(begin, end)
         wanted = rows[part]
-        vectors = bank.index_select(0, slots[part])
-        scale = coefficients[part, None]
-        if not (modes[part].any() or keep_norm[part].any()):
-            flat.index_add_(0, wanted, (vectors * scale).to(flat.dtype))
-            continue
         before = flat.index_select(0, wanted).float()
         if residual is not None:
             before = before + residual.reshape(flat.shape).index_select(0, wanted).float()
-        change = _change(before, vectors, scale, modes[part, None], targets[part, None])
+        vectors = bank.index_select(0, slots[part])
+        change = _change(before, vectors, coefficients[part, None], modes[part, None], targets[part, None])
         after = before + change
         old, new = before.norm(dim=1, keepdim=True), after.norm(dim=1, keepdim=True)
         has_direction = new > LEAST_RELATIVE_NORM * old
         change = torch.where(keep_norm[part, None] & has_direction, after * (old / new) - before, change)
+        dose = change.norm(dim=1, keepdim=True) / old.clamp_min(1e-12)
+        doses[part] = dose[:, 0]
+        change = torch.where(dose > dose_limit, change * (dose_limit / dose), change)
         flat.index_add_(0, wanted, change.to(flat.dtype))
 
 
@@ -111,6 +114,8 @@ def _steer_rows_fake(
     keep_norm: torch.Tensor,
     bounds: torch.Tensor,
     bank: torch.Tensor,
+    dose_limit: torch.Tensor,
+    doses: torch.Tensor,
 ) -> None:
     return
 
@@ -121,4 +126,4 @@ def _register(name: str, op: Callable[..., None], fake: Callable[..., None], mut
 
 
 _register("gather_rows", gather_rows, _gather_rows_fake, ["out"])
-_register("steer_rows", steer_rows, _steer_rows_fake, ["hidden"])
+_register("steer_rows", steer_rows, _steer_rows_fake, ["hidden", "doses"])

@@ -1,4 +1,4 @@
-"""The one way in which vLLM's methods are wrapped."""
+"""The one way in which vLLM's methods and functions are wrapped."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by a method that calls ``wrapper(original, self, ...)``."""
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``owner.name``, of a class or a module, by what calls ``wrapper(original, *arguments)``."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, method)
+    setattr(owner, name, wrapped)

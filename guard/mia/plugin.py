@@ -35,11 +35,12 @@ def register() -> None:
             f"mia supports vLLM {SUPPORTED}x, found {version}: install vllm=={SUPPORTED}*, or set VLLM_PLUGINS='' to "
             "run this vLLM without mia"
         )
-    from guard.mia import compat_start, frontend
+    from guard.mia import block_keys, compat_start, frontend
     from guard.mia.runners import handover, v1, v2
 
     compat_start.install()
     frontend.install()
+    block_keys.install()
     handover.install()
     v1.install()
     v2.install()

@@ -1,161 +1,266 @@
-"""Gathered rows become readouts: hidden vectors, and the attention mass of chosen heads on named spans.
+"""Gathered rows become readouts: hidden vectors, probe logits, attention on named spans, raw queries and keys.
 
 Owns the formulas. Reads the taps after a step, as ``routing`` planned it; never touches vLLM or the batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from guard.mia.buffers import AttentionShape, TapBuffers
-from guard.mia.results import AttentionReadout, HiddenReadout, Readout, RowsReadout, Status
-from guard.mia.routing import CACHED, KeyChunk, KeyStore, Router, RowChunk, Rows, StepPlan, Tracked
-from guard.mia.spec import AttentionCapture, HiddenCapture, TokenRanges
+from guard.mia.probes import Probe
+from guard.mia.results import (
+    AttentionReadout,
+    AttentionRowsReadout,
+    HiddenReadout,
+    ProbeReadout,
+    QKReadout,
+    Readout,
+    RowsReadout,
+    Status,
+    StepReading,
+    is_averaged,
+    join,
+    not_complete,
+)
+from guard.mia.routing import CACHED, KeyChunk, Router, RowChunk, SteerChunk, StepPlan
+from guard.mia.spec import (
+    AttentionCapture,
+    Capture,
+    Head,
+    MiaSpec,
+    ProbeCapture,
+    QKCapture,
+    TokenRanges,
+    generates,
+)
+from guard.mia.tracking import AttentionSum, KeyStore, Tracked
+
+MAX_LOGITS_AT_ONCE = 2**24
+"""Attention from many tokens is computed in blocks of so many logits: 64 MiB of float32."""
 
 
-@dataclass
-class StepReading:
-    """What one request gives after one step.
+class Reader:
+    """Reads the taps of one engine after each of its steps."""
 
-    ``prompt``: readouts of the prompt, in the step in which it ended, else None. ``grown``: new rows of the captures
-    that go on while the answer is generated; they are put together at the answer's end.
-    """
+    def __init__(self, router: Router, buffers: TapBuffers, probes: Mapping[str, Probe]) -> None:
+        self._router = router
+        self._buffers = buffers
+        self._probes = probes
 
-    prompt: dict[str, Readout] | None = None
-    grown: dict[str, RowsReadout] = field(default_factory=dict)
+    def read(self, plan: StepPlan) -> dict[str, StepReading]:
+        """Collect what the step gathered; returns what can be sent now, by request."""
+        requests = self._router.requests
+        for key_chunk in plan.key_chunks:
+            tracked = requests[key_chunk.request_id]
+            if tracked.keys is not None:
+                self._keep_keys(tracked, tracked.keys, key_chunk)
+        for row_chunk in plan.row_chunks:
+            self._keep_rows(requests[row_chunk.request_id], row_chunk)
+        for steer_chunk in plan.steer_chunks:
+            self._keep_dose(requests[steer_chunk.request_id], steer_chunk)
+        readings = {}
+        for request_id in plan.sampled:
+            tracked = requests[request_id]
+            reading = StepReading(
+                prompt=self._prompt(tracked, ended) if (ended := plan.prompts_ended.get(request_id)) else None,
+                grown={
+                    name: self._part(tracked, name, capture)
+                    for name, capture in tracked.captures.items()
+                    if generates(capture) and self._has_news(tracked, name)
+                },
+                steering=tuple(tracked.steering),
+            )
+            if ended:
+                self._router.release_prompt(tracked)
+            tracked.told |= tracked.failed.keys()
+            if reading:
+                readings[request_id] = reading
+        return readings
 
-    def __bool__(self) -> bool:
-        return self.prompt is not None or bool(self.grown)
+    def _keep_keys(self, tracked: Tracked, store: KeyStore, chunk: KeyChunk) -> None:
+        """Move one chunk's keys from the taps into the request's store. Re-computed tokens overwrite themselves."""
+        for layer, slot in chunk.slots.items():
+            keys = store.keys[layer]
+            gathered = self._buffers.key[layer].out[slot : slot + chunk.length]
+            keys[chunk.start : chunk.start + chunk.length].copy_(gathered.view(chunk.length, *keys.shape[1:]))
+        if chunk.start > store.filled:
+            store.gap = True
+            for name in (*tracked.spec.attention, *tracked.spec.qk):
+                tracked.fail(name, CACHED)
+        store.filled = max(store.filled, chunk.start + chunk.length)
+
+    def _keep_rows(self, tracked: Tracked, chunk: RowChunk) -> None:
+        """Turn what one capture gathered into a part of its readout, and let gates see it."""
+        name, capture = chunk.capture, tracked.captures[chunk.capture]
+        if name in tracked.failed:
+            return
+        if is_averaged(capture):
+            assert isinstance(capture, AttentionCapture)
+            _add(tracked.sums[name], self._attention_part(tracked, capture, chunk))
+            return
+        part = self._part_of(tracked, capture, chunk)
+        tracked.parts[name].append(part)
+        tracked.judge_gates(name, part, chunk.next_token)
+
+    def _part_of(self, tracked: Tracked, capture: Capture, chunk: RowChunk) -> Readout:
+        positions = tuple(range(chunk.start, chunk.start + chunk.length))
+        if isinstance(capture, AttentionCapture):
+            return self._attention_part(tracked, capture, chunk)
+        if isinstance(capture, QKCapture):
+            queries = {
+                layer: self._queries(layer, slot, chunk.length)[:, heads_at(capture.heads, layer)].cpu().numpy().copy()
+                for layer, slot in chunk.slots.items()
+            }
+            return QKReadout("complete", capture.heads, positions, queries=queries)
+        ((layer, slot),) = chunk.slots.items()
+        rows = self._buffers.hidden[layer].out[slot : slot + chunk.length].float()
+        if isinstance(capture, ProbeCapture):
+            logits = self._probes[capture.probe].logits(rows).cpu().numpy()
+            return ProbeReadout("complete", capture.probe, positions, logits=logits)
+        return RowsReadout("complete", layer, positions, values=rows.cpu().numpy().copy())
+
+    def _queries(self, layer: int, slot: int, length: int) -> torch.Tensor:
+        """``[length, query_heads, head_size]`` float32."""
+        shape = self._buffers.attention_shapes[layer]
+        rows = self._buffers.query[layer].out[slot : slot + length]
+        return rows.view(length, shape.query_heads, shape.head_size).float()
+
+    def _attention_part(self, tracked: Tracked, capture: AttentionCapture, chunk: RowChunk) -> AttentionRowsReadout:
+        """Attention from a chunk's tokens. With ``weights``: ``[tokens, heads, tokens up to the last of them]``."""
+        assert tracked.keys is not None
+        end = chunk.start + chunk.length
+        masks = {span: _mask(tracked.spec, span, end) for span in capture.spans}
+        mass = {span: np.empty((chunk.length, len(capture.heads)), np.float32) for span in capture.spans}
+        weights = np.empty((chunk.length, len(capture.heads), end), np.float32) if capture.weights else None
+        for layer, slot in chunk.slots.items():
+            heads = heads_at(capture.heads, layer)
+            columns = [i for i, (at, _) in enumerate(capture.heads) if at == layer]
+            shape = self._buffers.attention_shapes[layer]
+            queries = self._queries(layer, slot, chunk.length)[:, heads].cpu()
+            keys = tracked.keys.keys[layer][:end, [head // shape.group for head in heads]]
+            block = max(1, MAX_LOGITS_AT_ONCE // (len(heads) * end))
+            for first in range(0, chunk.length, block):
+                rows = attention_weights(queries[first : first + block], keys, chunk.start + first, shape)
+                for span, mask in masks.items():
+                    mass[span][first : first + block, columns] = rows[:, :, mask].sum(dim=2).numpy()
+                if weights is not None:
+                    weights[first : first + block, columns] = rows.numpy()
+        positions = tuple(range(chunk.start, end))
+        return AttentionRowsReadout("complete", capture.heads, positions, mass=mass, weights=weights)
+
+    def _keep_dose(self, tracked: Tracked, chunk: SteerChunk) -> None:
+        tap = self._buffers.steer[chunk.layer]
+        doses = tap.doses[chunk.fresh : chunk.end].cpu().numpy()
+        if len(doses):
+            report = tracked.steering[chunk.index]
+            tracked.steering[chunk.index] = replace(
+                report,
+                steered_tokens=report.steered_tokens + len(doses),
+                relative_dose=max(report.relative_dose, float(doses.max())),
+                limited_tokens=report.limited_tokens + int((doses > float(tap.dose_limit)).sum()),
+            )
+
+    def _prompt(self, tracked: Tracked, next_token: int) -> dict[str, Readout]:
+        """All readouts of one request's prompt, which this step has read to its end. ``next_token``: after the step."""
+        items: dict[str, Readout] = {}
+        for name, capture in tracked.captures.items():
+            if generates(capture):
+                continue
+            if is_averaged(capture) and name not in tracked.failed:
+                assert isinstance(capture, AttentionCapture)
+                item: Readout = _mean(tracked.sums.pop(name), capture, tracked.prompt_len)
+                tracked.judge_gates(name, item, next_token)
+            else:
+                item = self._part(tracked, name, capture)
+            single = isinstance(item, RowsReadout) and capture.positions == "last_prompt"
+            items[name] = _single(item) if single and isinstance(item, RowsReadout) else item
+        return items
+
+    def _has_news(self, tracked: Tracked, name: str) -> bool:
+        return bool(tracked.parts.get(name)) or (name in tracked.failed and name not in tracked.told)
+
+    def _part(self, tracked: Tracked, name: str, capture: Capture) -> Readout:
+        """What was gathered of one capture since it was last sent, or why there will be nothing."""
+        if (reason := tracked.failed.get(name)) is not None:
+            return not_complete(capture, _status_of(reason), reason)
+        part: Readout = join(tracked.parts.pop(name))  # type: ignore[type-var]
+        return self._with_keys(tracked, name, part) if isinstance(part, QKReadout) else part
+
+    def _with_keys(self, tracked: Tracked, name: str, part: QKReadout) -> QKReadout:
+        assert tracked.keys is not None
+        keys, kv_heads, scale = {}, {}, {}
+        sent = tracked.sent_keys[name]
+        for layer in part.queries:
+            shape = self._buffers.attention_shapes[layer]
+            kv_heads[layer] = tuple(sorted({head // shape.group for head in heads_at(part.heads, layer)}))
+            keys[layer] = tracked.keys.keys[layer][sent : tracked.keys.filled, kv_heads[layer]].numpy().copy()
+            scale[layer] = shape.scale
+        tracked.sent_keys[name] = tracked.keys.filled
+        return replace(part, keys=keys, kv_heads=kv_heads, scale=scale)
 
 
-def read_step(router: Router, buffers: TapBuffers, plan: StepPlan) -> dict[str, StepReading]:
-    """Collect what the step gathered; returns what can be sent now, by request."""
-    for key_chunk in plan.key_chunks:
-        keep_keys(router.requests[key_chunk.request_id].keys, key_chunk, buffers)
-    for row_chunk in plan.row_chunks:
-        router.requests[row_chunk.request_id].rows[row_chunk.capture].append(_gathered_rows(row_chunk, buffers))
-    readings: dict[str, StepReading] = {}
-    for request_id in plan.sampled:
-        tracked = router.requests[request_id]
-        reading = StepReading(grown=_grown(tracked))
-        if request_id in plan.prompts_ended:
-            reading.prompt = read_prompt(tracked, plan.prompts_ended[request_id], buffers)
-            router.release_prompt(tracked)
-        if reading:
-            readings[request_id] = reading
-    return readings
-
-
-def keep_keys(store: KeyStore | None, chunk: KeyChunk, buffers: TapBuffers) -> None:
-    """Move one chunk's keys from the taps into the request's store. Re-computed tokens overwrite themselves."""
-    assert store is not None
-    for layer, slot in chunk.slots.items():
-        keys = store.keys[layer]
-        gathered = buffers.key[layer].out[slot : slot + chunk.length]
-        keys[chunk.start : chunk.start + chunk.length].copy_(gathered.view(chunk.length, *keys.shape[1:]))
-    if chunk.start > store.filled:
-        store.gap = True
-    store.filled = max(store.filled, chunk.start + chunk.length)
-
-
-def _gathered_rows(chunk: RowChunk, buffers: TapBuffers) -> Rows:
-    values = buffers.hidden[chunk.layer].out[chunk.slot : chunk.slot + chunk.length]
-    positions = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int32)
-    return Rows(positions, values.float().cpu().numpy().copy())
-
-
-def _grown(tracked: Tracked) -> dict[str, RowsReadout]:
-    """Rows of the captures that go on through the answer, gathered since the last output."""
-    grown = {}
-    for name, capture in tracked.spec.hidden.items():
-        failed_untold = name in tracked.failed and name not in tracked.told
-        if capture.generates and (failed_untold or tracked.rows.get(name)):
-            grown[name] = _rows_readout(tracked, name, capture)
-            tracked.rows.pop(name, None)
-            tracked.told |= {name} & tracked.failed.keys()
-    return grown
-
-
-def read_prompt(tracked: Tracked, query_slots: dict[int, int], buffers: TapBuffers) -> dict[str, Readout]:
-    """All readouts of one request's prompt; its last token's queries are in the taps where ``query_slots`` says."""
-    items: dict[str, Readout] = {}
-    for name, hidden in tracked.spec.hidden.items():
-        if not hidden.generates:
-            rows = _rows_readout(tracked, name, hidden)
-            items[name] = _single(rows) if hidden.positions == "last_prompt" else rows
-            tracked.rows.pop(name, None)
-    queries = {layer: buffers.query[layer].out[slot].float().cpu() for layer, slot in query_slots.items()}
-    for name, attention in tracked.spec.attention.items():
-        items[name] = _read_attention(name, attention, tracked, queries, buffers.attention_shapes)
-    return items
-
-
-def _rows_readout(tracked: Tracked, name: str, capture: HiddenCapture) -> RowsReadout:
-    if (reason := tracked.failed.get(name)) is not None:
-        return RowsReadout(_status_of(reason), capture.layer, reason=reason)
-    chunks = tracked.rows[name]
-    return RowsReadout(
-        "complete",
-        capture.layer,
-        tuple(int(position) for chunk in chunks for position in chunk.positions),
-        (),
-        np.concatenate([chunk.values for chunk in chunks]),
-    )
+def heads_at(heads: tuple[Head, ...], layer: int) -> list[int]:
+    """The heads of one layer, in the order asked."""
+    return [head for at, head in heads if at == layer]
 
 
 def _single(rows: RowsReadout) -> HiddenReadout:
     if rows.values is None:
         return HiddenReadout(rows.status, rows.layer, reason=rows.reason)
-    return HiddenReadout(rows.status, rows.layer, rows.positions[0], None, rows.values[0])
+    return HiddenReadout("complete", rows.layer, rows.positions[0], None, rows.values[0])
 
 
 def _status_of(reason: str) -> Status:
     return "unavailable" if reason == CACHED else "dropped"
 
 
-def _read_attention(
-    name: str,
-    capture: AttentionCapture,
-    tracked: Tracked,
-    queries: dict[int, torch.Tensor],
-    shapes: dict[int, AttentionShape],
-) -> AttentionReadout:
-    store = tracked.keys
-    if store is None or store.gap:
-        reason = CACHED if store is not None else tracked.failed[name]
-        return AttentionReadout(_status_of(reason), capture.heads, reason=reason)
-    weights = {layer: attention_weights(queries[layer], store.keys[layer], shapes[layer]) for layer, _ in capture.heads}
-    rows = torch.stack([weights[layer][head] for layer, head in capture.heads])
-    mass = {}
-    for span in capture.spans:
-        ranges = tracked.spec.spans[span]
-        assert isinstance(ranges, TokenRanges)
-        mass[span] = rows[:, _mask(ranges, tracked.prompt_len)].sum(dim=1).numpy()
-    whole = rows.numpy().copy() if capture.weights else None
-    return AttentionReadout("complete", capture.heads, tracked.prompt_len - 1, mass, weights=whole)
+def _add(total: AttentionSum, part: AttentionRowsReadout) -> None:
+    total.positions += part.positions
+    for span, mass in part.mass.items():
+        total.mass[span] = total.mass.get(span, np.float32(0)) + mass.sum(axis=0)
+    if part.weights is not None:
+        added = part.weights.sum(axis=0)
+        if total.weights is not None:
+            added[:, : total.weights.shape[1]] += total.weights
+        total.weights = added
 
 
-def _mask(ranges: TokenRanges, length: int) -> torch.Tensor:
-    """Tokens inside any of ``ranges``: overlapping ranges count a token once."""
+def _mean(total: AttentionSum, capture: AttentionCapture, prompt_len: int) -> AttentionReadout:
+    count = np.float32(len(total.positions))
+    mass = {span: mass / count for span, mass in total.mass.items()}
+    weights = None
+    if total.weights is not None:
+        weights = np.pad(total.weights / count, ((0, 0), (0, prompt_len - total.weights.shape[1])))
+    return AttentionReadout("complete", capture.heads, tuple(total.positions), mass=mass, weights=weights)
+
+
+def _mask(spec: MiaSpec, span: str, length: int) -> torch.Tensor:
+    """Tokens inside any range of the span: overlapping ranges count a token once."""
+    ranges = spec.spans[span]
+    assert isinstance(ranges, TokenRanges)
     mask = torch.zeros(length, dtype=torch.bool)
     for start, end in ranges.tokens:
         mask[start:end] = True
     return mask
 
 
-def attention_weights(query: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """Attention probabilities of the last token over the whole prompt, for every head.
+def attention_weights(
+    queries: torch.Tensor, keys: torch.Tensor, first_position: int, shape: AttentionShape
+) -> torch.Tensor:
+    """Attention probabilities of consecutive tokens, for chosen heads.
 
-    query: ``[query_heads * head_size]`` float32. keys: ``[prompt_len, key_heads, head_size]`` float32.
-    Returns ``[query_heads, prompt_len]``: softmax over t of ``softcap(scale * q.k_t)``, zero outside the window.
+    queries: ``[tokens, heads, head_size]`` float32, of the tokens from ``first_position`` on. keys: ``[all tokens up to
+    the last of them, heads, head_size]`` float32, those that each head looks at. Returns ``[tokens, heads, all
+    tokens]``: softmax over t of ``softcap(scale * q.k_t)``, zero after the token itself and outside the window.
     """
-    grouped = query.view(shape.key_heads, shape.group, shape.head_size)
-    logits = torch.einsum("kgd,tkd->kgt", grouped, keys).reshape(shape.query_heads, -1) * shape.scale
+    logits = torch.einsum("nhd,thd->nht", queries, keys) * shape.scale
     if shape.softcap:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
-    if shape.window is not None and shape.window < logits.shape[1]:
-        logits[:, : logits.shape[1] - shape.window] = -torch.inf
-    return torch.softmax(logits, dim=-1)
+    distance = torch.arange(first_position, first_position + len(queries))[:, None] - torch.arange(len(keys))
+    hidden = distance < 0 if shape.window is None else (distance < 0) | (distance >= shape.window)
+    return torch.softmax(logits.masked_fill(hidden[:, None], -torch.inf), dim=-1)

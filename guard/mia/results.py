@@ -1,25 +1,53 @@
 """What one request gets back: readouts by capture name, each with a status, and their wire form.
 
 Owns the JSON that the API server adds to an answer. Never touches torch or vLLM. A readout that is not ``complete``
-says why; a consumer must treat it as "no score", never as "clean".
+says why; a consumer must treat it as "no score", never as "clean". Positions count from the prompt's first token on
+through the generated ones; token_ids are the tokens there, so that a consumer can check.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, PlainSerializer, PlainValidator, SerializationInfo, TypeAdapter
+
+from guard.mia.spec import AttentionCapture, Capture, HiddenCapture, ProbeCapture, QKCapture
 
 FloatArray = npt.NDArray[np.float32]
 Status = Literal["complete", "dropped", "unavailable"]
 Stage = Literal["prompt", "final"]
+Heads = tuple[tuple[int, int], ...]
 
 EVENT_OBJECT = "mia.readouts"
 """Value of ``object`` in the extra chunk of a stream."""
+
+RAW = "raw"
+"""Serialization context between processes: bytes as they are, where JSON has base64."""
+
+
+def array_to_wire(values: FloatArray, info: SerializationInfo) -> dict[str, Any]:
+    """float32, little endian, base64: a tenth of the size and time of a JSON list of floats."""
+    data: bytes | str = np.ascontiguousarray(values, dtype="<f4").tobytes()
+    if info.context != RAW:
+        data = base64.b64encode(data).decode()  # type: ignore[arg-type]
+    return {"dtype": "float32", "shape": list(values.shape), "data": data}
+
+
+def array_from_wire(wire: Any) -> FloatArray:
+    """Inverse of ``array_to_wire``, either context. Raises ``KeyError`` or ``ValueError`` on anything else."""
+    if not isinstance(wire, dict) or wire["dtype"] != "float32":
+        raise ValueError("not an array of dtype float32")
+    data = wire["data"]
+    raw = data if isinstance(data, bytes) else base64.b64decode(data, validate=True)
+    return np.frombuffer(raw, dtype="<f4").reshape(wire["shape"])
+
+
+Array = Annotated[FloatArray, PlainValidator(array_from_wire), PlainSerializer(array_to_wire)]
 
 
 @dataclass(frozen=True)
@@ -30,159 +58,237 @@ class HiddenReadout:
     layer: int
     position: int | None = None
     token_id: int | None = None
-    values: FloatArray | None = None
+    values: Array | None = None
     reason: str = ""
+    kind: Literal["hidden"] = "hidden"
 
 
 @dataclass(frozen=True)
 class RowsReadout:
     """Residual-stream vectors of several tokens, in the order of the text.
 
-    values: ``[len(positions), hidden_size]`` float32, None unless complete. positions count from the prompt's first
-    token on through the generated ones; token_ids are the tokens there, so that a consumer can check.
+    values: ``[len(positions), hidden_size]`` float32, None unless complete.
     """
 
     status: Status
     layer: int
     positions: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
-    values: FloatArray | None = None
+    values: Array | None = None
     reason: str = ""
+    kind: Literal["rows"] = "rows"
+
+
+@dataclass(frozen=True)
+class ProbeReadout:
+    """A probe's logits. ``logits``: ``[len(positions), outputs]`` float32, None unless complete."""
+
+    status: Status
+    probe: str
+    positions: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logits: Array | None = None
+    reason: str = ""
+    kind: Literal["probe"] = "probe"
 
 
 @dataclass(frozen=True)
 class AttentionReadout:
-    """Attention of chosen heads from one token, in the order of ``heads``.
+    """Attention of chosen heads, in the order of ``heads``, from one token or as the mean over several: ``positions``.
 
     ``mass[span]``: ``[len(heads)]`` float32 in 0..1. weights: ``[len(heads), prompt tokens]`` float32 when asked for.
     """
 
     status: Status
-    heads: tuple[tuple[int, int], ...]
-    position: int | None = None
-    mass: dict[str, FloatArray] = field(default_factory=dict)
+    heads: Heads
+    positions: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    mass: dict[str, Array] = field(default_factory=dict)
+    weights: Array | None = None
     reason: str = ""
-    weights: FloatArray | None = None
+    kind: Literal["attention"] = "attention"
 
 
-Readout = HiddenReadout | RowsReadout | AttentionReadout
+@dataclass(frozen=True)
+class AttentionRowsReadout:
+    """Attention of chosen heads from each of several tokens.
+
+    ``mass[span]``: ``[len(positions), len(heads)]`` float32 in 0..1. weights: ``[len(positions), len(heads), tokens]``
+    float32 when asked for; tokens are those of prompt and answer up to the last position.
+    """
+
+    status: Status
+    heads: Heads
+    positions: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    mass: dict[str, Array] = field(default_factory=dict)
+    weights: Array | None = None
+    reason: str = ""
+    kind: Literal["attention_rows"] = "attention_rows"
+
+
+@dataclass(frozen=True)
+class QKReadout:
+    """Raw queries and keys of chosen heads, by layer, after rotary embedding and norms.
+
+    ``queries[layer]``: ``[len(positions), heads of that layer in the order asked, head_size]`` float32.
+    ``keys[layer]``: ``[tokens from the first on, len(kv_heads[layer]), head_size]`` float32.
+    ``scale[layer]``: what the model multiplies their products by.
+    """
+
+    status: Status
+    heads: Heads
+    positions: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    queries: dict[int, Array] = field(default_factory=dict)
+    keys: dict[int, Array] = field(default_factory=dict)
+    kv_heads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    scale: dict[int, float] = field(default_factory=dict)
+    reason: str = ""
+    kind: Literal["qk"] = "qk"
+
+
+Readout = HiddenReadout | RowsReadout | ProbeReadout | AttentionReadout | AttentionRowsReadout | QKReadout
+
+
+@dataclass(frozen=True)
+class SteeringReport:
+    """What one steering of a request did up to now.
+
+    steered_tokens: tokens that it changed. relative_dose: the largest ``|change| / |stream|`` that it asked for, over
+    tokens. limited_tokens: those whose change the engine's ``max_relative_dose`` shortened. opened_at: position of the
+    first token that its gate let it change; None while it is shut, or when there is no gate. reason: why its gate
+    cannot open any more, or nothing.
+    """
+
+    steered_tokens: int = 0
+    relative_dose: float = 0.0
+    limited_tokens: int = 0
+    opened_at: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Readouts:
     """Readouts of one choice at one stage: ``prompt`` once the prompt was read, ``final`` when the answer ended.
 
-    ``span_tokens``: the resolved token ranges of the named spans.
+    ``span_tokens``: the resolved token ranges of the named spans. ``steering``: at the final stage, a report for each
+    steering in the order of the spec.
     """
 
-    items: dict[str, Readout]
+    items: dict[str, Annotated[Readout, Field(discriminator="kind")]]
     span_tokens: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     prompt_tokens: int = 0
     prompt_index: int = 0
     choice_index: int = 0
     stage: Stage = "prompt"
+    steering: tuple[SteeringReport, ...] = ()
 
     def to_wire(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "prompt_index": self.prompt_index,
-            "choice_index": self.choice_index,
-            "prompt_tokens": self.prompt_tokens,
-            "span_tokens": {name: [list(r) for r in ranges] for name, ranges in self.span_tokens.items()},
-            "items": {name: item_to_wire(item) for name, item in self.items.items()},
-        }
+        wire: dict[str, Any] = _readouts.dump_python(self, mode="json")
+        return wire
 
     @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> Readouts:
+    def from_wire(cls, wire: Any) -> Readouts:
         """Inverse of ``to_wire``. Raises ``KeyError`` or ``ValueError`` on anything else."""
-        return cls(
-            items={name: item_from_wire(item) for name, item in wire["items"].items()},
-            span_tokens={
-                name: tuple((int(a), int(b)) for a, b in ranges) for name, ranges in wire["span_tokens"].items()
-            },
-            prompt_tokens=int(wire["prompt_tokens"]),
-            prompt_index=int(wire["prompt_index"]),
-            choice_index=int(wire["choice_index"]),
-            stage=wire["stage"],
-        )
+        return _readouts.validate_python(wire)
 
 
-def array_to_wire(values: FloatArray) -> dict[str, Any]:
-    """float32, little endian, base64: a tenth of the size and time of a JSON list of floats."""
-    raw = np.ascontiguousarray(values, dtype="<f4").tobytes()
-    return {"dtype": "float32", "shape": list(values.shape), "data": base64.b64encode(raw).decode()}
+@dataclass(frozen=True)
+class StepReading:
+    """What one engine step gives for one request, between processes.
+
+    ``prompt``: readouts of the prompt, in the step in which it ended, else None. ``grown``: new rows of the captures
+    that go on while the answer is generated; they are put together at the answer's end. ``steering``: up to now.
+    """
+
+    prompt: dict[str, Annotated[Readout, Field(discriminator="kind")]] | None = None
+    grown: dict[str, Annotated[Readout, Field(discriminator="kind")]] = field(default_factory=dict)
+    steering: tuple[SteeringReport, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.prompt is not None or bool(self.grown) or bool(self.steering)
+
+    def to_wire(self) -> dict[str, Any]:
+        """For msgpack or pickle: arrays as bytes."""
+        wire: dict[str, Any] = _step_reading.dump_python(self, context=RAW)
+        return wire
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> StepReading:
+        return _step_reading.validate_python(wire)
 
 
-def array_from_wire(wire: dict[str, Any]) -> FloatArray:
-    if wire["dtype"] != "float32":
-        raise ValueError(f"dtype {wire['dtype']!r} is not float32")
-    return np.frombuffer(base64.b64decode(wire["data"], validate=True), dtype="<f4").reshape(wire["shape"])
+_readouts = TypeAdapter(Readouts)
+_step_reading = TypeAdapter(StepReading)
+
+R = TypeVar("R", RowsReadout, ProbeReadout, AttentionRowsReadout, QKReadout)
 
 
 def with_token_ids(item: Readout, token_ids: Sequence[int]) -> Readout:
     """The readout with the tokens at its positions. token_ids: those of prompt and answer, in order."""
-    if isinstance(item, HiddenReadout) and item.position is not None:
-        return replace(item, token_id=token_ids[item.position])
-    if isinstance(item, RowsReadout):
-        return replace(item, token_ids=tuple(token_ids[position] for position in item.positions))
-    return item
+    if isinstance(item, HiddenReadout):
+        return item if item.position is None else replace(item, token_id=token_ids[item.position])
+    return replace(item, token_ids=tuple(token_ids[position] for position in item.positions))
 
 
-def join_rows(parts: list[RowsReadout]) -> RowsReadout:
+def join(parts: Sequence[R]) -> R:
     """Rows that came one after the other, as one readout. Any part that is not complete makes the whole so."""
     first = parts[0]
     for part in parts:
         if part.status != "complete":
             return part
-    return RowsReadout(
-        "complete",
-        first.layer,
-        tuple(position for part in parts for position in part.positions),
-        tuple(token for part in parts for token in part.token_ids),
-        np.concatenate([part.values for part in parts if part.values is not None]),
-    )
+    positions = tuple(position for part in parts for position in part.positions)
+
+    def joined(values: Callable[[R], FloatArray | None]) -> FloatArray | None:
+        arrays = [array for part in parts if (array := values(part)) is not None]
+        return np.concatenate(arrays) if arrays else None
+
+    def joined_by_key(arrays: Callable[[R], Mapping[Any, FloatArray]]) -> dict[Any, FloatArray]:
+        return {key: np.concatenate([arrays(part)[key] for part in parts]) for key in arrays(first)}
+
+    if isinstance(first, RowsReadout):
+        return replace(first, positions=positions, values=joined(lambda part: part.values))
+    if isinstance(first, ProbeReadout):
+        return replace(first, positions=positions, logits=joined(lambda part: part.logits))
+    if isinstance(first, QKReadout):
+        queries = joined_by_key(lambda part: part.queries)
+        return replace(first, positions=positions, queries=queries, keys=joined_by_key(lambda part: part.keys))
+    mass = joined_by_key(lambda part: part.mass)
+    return replace(first, positions=positions, mass=mass, weights=_joined_weights(parts))
 
 
-def item_to_wire(item: Readout) -> dict[str, Any]:
-    wire: dict[str, Any] = {"status": item.status}
-    if item.reason:
-        wire["reason"] = item.reason
-    if isinstance(item, AttentionReadout):
-        mass = {span: array_to_wire(mass) for span, mass in item.mass.items()}
-        heads = [list(head) for head in item.heads]
-        if item.weights is not None:
-            wire["weights"] = array_to_wire(item.weights)
-        return wire | {"kind": "attention", "position": item.position, "heads": heads, "mass": mass}
-    if item.values is not None:
-        wire["values"] = array_to_wire(item.values)
-    if isinstance(item, RowsReadout):
-        positions, token_ids = list(item.positions), list(item.token_ids)
-        return wire | {"kind": "rows", "layer": item.layer, "positions": positions, "token_ids": token_ids}
-    return wire | {"kind": "hidden", "layer": item.layer, "position": item.position, "token_id": item.token_id}
+def _joined_weights(parts: Sequence[AttentionRowsReadout]) -> FloatArray | None:
+    """Weights over a growing text: a later token attends to more, so earlier rows end in zeros."""
+    weights = [part.weights for part in parts if part.weights is not None]
+    if not weights:
+        return None
+    tokens = max(one.shape[2] for one in weights)
+    return np.concatenate([np.pad(one, ((0, 0), (0, 0), (0, tokens - one.shape[2]))) for one in weights])
 
 
-def rows_from_wire(wire: dict[str, Any]) -> RowsReadout:
-    """``item_from_wire`` for what must be rows. Raises ``ValueError`` on anything else."""
-    item = item_from_wire(wire)
-    if not isinstance(item, RowsReadout):
-        raise ValueError(f"kind {wire['kind']!r} is not rows")
-    return item
+def size_bytes(item: Readout) -> int:
+    """Of a readout's arrays."""
+    values = [getattr(item, one.name) for one in fields(item)]
+    arrays = [array for value in values for array in (value.values() if isinstance(value, dict) else [value])]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
-def item_from_wire(wire: dict[str, Any]) -> Readout:
-    status, kind = wire["status"], wire["kind"]
-    if status not in ("complete", "dropped", "unavailable"):
-        raise ValueError(f"unknown status {status!r}")
-    reason = wire.get("reason", "")
-    if kind == "attention":
-        heads = tuple((int(layer), int(head)) for layer, head in wire["heads"])
-        mass = {span: array_from_wire(mass) for span, mass in wire["mass"].items()}
-        weights = array_from_wire(wire["weights"]) if "weights" in wire else None
-        return AttentionReadout(status, heads, wire["position"], mass, reason, weights)
-    values = array_from_wire(wire["values"]) if "values" in wire else None
-    if kind == "rows":
-        positions, token_ids = tuple(map(int, wire["positions"])), tuple(map(int, wire["token_ids"]))
-        return RowsReadout(status, int(wire["layer"]), positions, token_ids, values, reason)
-    if kind == "hidden":
-        return HiddenReadout(status, int(wire["layer"]), wire["position"], wire["token_id"], values, reason)
-    raise ValueError(f"unknown kind {kind!r}")
+def not_complete(capture: Capture, status: Status, reason: str) -> Readout:
+    """The readout of a capture without any values: why, or that there was no token to read."""
+    if isinstance(capture, HiddenCapture):
+        if capture.positions == "last_prompt":
+            return HiddenReadout(status, capture.layer, reason=reason)
+        return RowsReadout(status, capture.layer, reason=reason)
+    if isinstance(capture, ProbeCapture):
+        return ProbeReadout(status, capture.probe, reason=reason)
+    if isinstance(capture, QKCapture):
+        return QKReadout(status, capture.heads, reason=reason)
+    if is_averaged(capture):
+        return AttentionReadout(status, capture.heads, reason=reason)
+    return AttentionRowsReadout(status, capture.heads, reason=reason)
+
+
+def is_averaged(capture: Capture) -> bool:
+    """Whether an attention capture gives one distribution a head, as the mean over its tokens."""
+    return isinstance(capture, AttentionCapture) and capture.positions != "generated"

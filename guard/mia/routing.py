@@ -1,13 +1,13 @@
 """The scheduler: what the requests asked and one step's batch become routing entries at the taps.
 
-Owns the state of every request that asked for something, from admission to the end, and fills the buffers before each
+Owns the requests that asked for something and the host memory that they may take, and fills the buffers before each
 step. Never touches vLLM: a runner hands it one ``BatchView`` a step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,24 @@ import torch
 
 from guard.mia.buffers import GatherTap, IntArray, SteerEntries, TapBuffers
 from guard.mia.ops import ADD, PROJECT, REPLACE
-from guard.mia.spec import MAX_VECTORS_PER_LAYER, HiddenCapture, MiaSpec, SpanPositions, Steer, TokenRanges
+from guard.mia.spec import (
+    MAX_VECTORS_PER_LAYER,
+    AttentionCapture,
+    Capture,
+    HiddenCapture,
+    MiaSpec,
+    ProbeCapture,
+    QKCapture,
+    Steer,
+)
 from guard.mia.steering import Bank
+from guard.mia.tracking import KEY_BLOCK_TOKENS, KeyStore, Tracked
+from guard.mia.windows import Window, intervals, steered
 
-NO_ROWS = "no space for these rows in one step (max_hidden_rows_per_step)"
-NO_MEMORY = "no space for what is gathered of this prompt (max_host_bytes)"
+NO_HIDDEN_ROWS = "no space for these rows in one step (max_hidden_rows_per_step)"
+NO_QUERY_ROWS = "no space for these queries in one step (max_query_rows_per_step)"
+NO_MEMORY = "no space for what is gathered of this request (max_host_bytes)"
 CACHED = "part of the prompt came from the prefix cache"
-ENDLESS = 2**31
 
 
 @dataclass(frozen=True)
@@ -41,55 +52,6 @@ class BatchView:
     samples: npt.NDArray[np.bool_]
 
 
-@dataclass
-class KeyStore:
-    """Keys of one request's prompt, gathered chunk by chunk.
-
-    keys[layer]: ``[prompt_len, key_heads, head_size]`` float32, host.
-    ``filled`` counts the tokens from the start without a gap; a chunk that starts beyond it leaves a gap for good.
-    """
-
-    keys: dict[int, torch.Tensor]
-    filled: int = 0
-    gap: bool = False
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(keys.nbytes for keys in self.keys.values())
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Gathered rows of one capture. values: ``[len(positions), hidden_size]`` float32, host."""
-
-    positions: npt.NDArray[np.int32]
-    values: npt.NDArray[np.float32]
-
-
-@dataclass
-class Tracked:
-    """One request that asked for something.
-
-    ``seen``: its tokens below this one have been through the taps, so that a re-computation after preemption delivers
-    nothing twice. ``keys`` is None when it reads no attention, or there was no space. ``rows``: what was gathered and
-    not yet sent, by capture. ``failed``: captures that cannot become complete any more, and why; ``told``: those
-    among them that go on through the answer and whose failure was sent.
-    """
-
-    spec: MiaSpec
-    prompt_len: int
-    keys: KeyStore | None = None
-    reserved_bytes: int = 0
-    seen: int = 0
-    rows: dict[str, list[Rows]] = field(default_factory=lambda: defaultdict(list))
-    failed: dict[str, str] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
-
-    @property
-    def captures(self) -> bool:
-        return bool(self.spec.hidden or self.spec.attention)
-
-
 @dataclass(frozen=True)
 class KeyChunk:
     """Rows from ``slots[layer]`` on of each layer's key tap hold the request's tokens ``start:start + length``."""
@@ -102,24 +64,44 @@ class KeyChunk:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows from ``slot`` on of the layer's hidden tap hold the request's tokens ``start:start + length``."""
+    """Rows from ``slots[layer]`` on of a tap hold what a capture reads of the tokens ``start:start + length``.
+
+    Of each layer's query tap for attention and for queries, else of the layer's hidden tap. ``next_token``: the first
+    token that the step did not compute.
+    """
 
     request_id: str
     capture: str
-    layer: int
-    slot: int
+    slots: dict[int, int]
     start: int
     length: int
+    next_token: int
+
+
+@dataclass(frozen=True)
+class SteerChunk:
+    """Entries ``begin:end`` of a layer's steering tap belong to one request's steering ``index``.
+
+    ``fresh``: from which entry on they are of tokens that no earlier step computed.
+    """
+
+    request_id: str
+    index: int
+    layer: int
+    begin: int
+    fresh: int
+    end: int
 
 
 @dataclass
 class StepPlan:
-    """What to read after the step. ``prompts_ended``: by request, the row of its last prompt token in each layer's
-    query tap. ``sampled``: requests of which this step gives an output, on which readouts can travel."""
+    """What to read after the step. ``prompts_ended``: requests whose last prompt token is in it, and the first token
+    after the step. ``sampled``: requests of which it gives an output, on which readouts can travel."""
 
-    prompts_ended: dict[str, dict[int, int]] = field(default_factory=dict)
+    prompts_ended: dict[str, int] = field(default_factory=dict)
     key_chunks: list[KeyChunk] = field(default_factory=list)
     row_chunks: list[RowChunk] = field(default_factory=list)
+    steer_chunks: list[SteerChunk] = field(default_factory=list)
     sampled: list[str] = field(default_factory=list)
 
 
@@ -127,62 +109,85 @@ MODES = {"add_vector": ADD, "project": PROJECT, "ablate": PROJECT, "replace": RE
 
 
 class Router:
-    """Requests in, routing entries out."""
+    """Requests in, routing entries out. ``probe_layers``: the layer that each of the engine's probes reads."""
 
-    def __init__(self, buffers: TapBuffers, bank: Bank, max_host_bytes: int) -> None:
+    def __init__(self, buffers: TapBuffers, bank: Bank, probe_layers: dict[str, int], max_host_bytes: int) -> None:
         self._buffers = buffers
         self._bank = bank
+        self._probe_layers = probe_layers
         self._max_host_bytes = max_host_bytes
         self._host_bytes = 0
         self._filled = False
         self.requests: dict[str, Tracked] = {}
 
     def add(self, request_id: str, spec: MiaSpec, prompt_len: int) -> None:
-        """Start tracking. A capture whose prompt finds no space is tracked all the same and reads ``dropped``."""
+        """Start tracking. A capture that finds no space is tracked all the same and reads ``dropped``."""
         self.remove(request_id)
-        tracked = Tracked(spec, prompt_len)
-        if spec.attention:
+        tracked = Tracked.start(spec, prompt_len)
+        if spec.attention or spec.qk:
             self._reserve_keys(tracked)
-        for name, capture in spec.hidden.items():
-            self._reserve_rows(tracked, name, capture)
+        for name, capture in tracked.captures.items():
+            if name not in tracked.failed and not self._reserve(tracked, self._prompt_bytes(tracked, capture)):
+                tracked.fail(name, NO_MEMORY)
         self.requests[request_id] = tracked
 
     def remove(self, request_id: str) -> None:
         tracked = self.requests.pop(request_id, None)
         if tracked is not None:
-            self.release_prompt(tracked)
+            self._release_rows(tracked)
+            self._release_keys(tracked)
 
     def release_prompt(self, tracked: Tracked) -> None:
-        """Give back what was reserved for gathering the prompt."""
+        """The prompt's readouts are sent: give back what was reserved for gathering them."""
+        self._release_rows(tracked)
+        if not tracked.needs_keys_to_the_end:
+            self._release_keys(tracked)
+
+    def _release_rows(self, tracked: Tracked) -> None:
         self._host_bytes -= tracked.reserved_bytes
         tracked.reserved_bytes = 0
-        tracked.keys = None
 
-    def _reserve(self, tracked: Tracked, size_bytes: int) -> bool:
+    def _release_keys(self, tracked: Tracked) -> None:
+        if tracked.keys is not None:
+            self._host_bytes -= tracked.keys.size_bytes
+            tracked.keys = None
+
+    def _take(self, size_bytes: int) -> bool:
         if self._host_bytes + size_bytes > self._max_host_bytes:
             return False
         self._host_bytes += size_bytes
+        return True
+
+    def _reserve(self, tracked: Tracked, size_bytes: int) -> bool:
+        if not self._take(size_bytes):
+            return False
         tracked.reserved_bytes += size_bytes
         return True
 
     def _reserve_keys(self, tracked: Tracked) -> None:
-        layers = sorted({layer for capture in tracked.spec.attention.values() for layer, _ in capture.heads})
+        layers = sorted({n for capture in _with_heads(tracked).values() for n, _ in capture.heads})
         shapes = {layer: self._buffers.attention_shapes[layer] for layer in layers}
         length = tracked.prompt_len
-        if self._reserve(tracked, sum(4 * length * s.key_heads * s.head_size for s in shapes.values())):
+        if self._take(sum(4 * length * s.key_heads * s.head_size for s in shapes.values())):
             keys = {layer: torch.empty(length, s.key_heads, s.head_size) for layer, s in shapes.items()}
             tracked.keys = KeyStore(keys)
         else:
-            tracked.failed |= dict.fromkeys(tracked.spec.attention, NO_MEMORY)
+            for name in _with_heads(tracked):
+                tracked.fail(name, NO_MEMORY)
 
-    def _reserve_rows(self, tracked: Tracked, name: str, capture: HiddenCapture) -> None:
+    def _prompt_bytes(self, tracked: Tracked, capture: Capture) -> int:
+        """What a capture's readout of the prompt takes while it is gathered."""
+        length = tracked.prompt_len
         rows = sum(
-            min(end, tracked.prompt_len) - start
-            for start, end in _intervals(capture, tracked)
-            if start < tracked.prompt_len
+            min(end, length) - start for start, end in intervals(capture, tracked.spec, length) if start < length
         )
-        if not self._reserve(tracked, 4 * rows * self._buffers.hidden[capture.layer].out.shape[1]):
-            tracked.failed[name] = NO_MEMORY
+        if isinstance(capture, HiddenCapture):
+            return 4 * rows * self._buffers.hidden[capture.layer].out.shape[1]
+        if isinstance(capture, ProbeCapture):
+            return 4 * rows
+        if isinstance(capture, QKCapture):
+            return 4 * rows * sum(self._buffers.attention_shapes[layer].head_size for layer, _ in capture.heads)
+        return 4 * len(capture.heads) * length if capture.weights else 0
 
     def fill(self, batch: BatchView) -> StepPlan | None:
         """Write this step's entries into the taps; None when no request in the batch asks for anything."""
@@ -193,159 +198,129 @@ class Router:
         if not asking:
             return None
         plan = StepPlan()
-        gathered = _Gathered()
-        steered: dict[int, list[list[_SteerRun]]] = defaultdict(list)
+        gathered = _Gathered(self._buffers)
+        runs_by_layer: dict[int, list[list[_SteerRun]]] = defaultdict(list)
         for i, request_id in asking:
             tracked = self.requests[request_id]
-            rows = _Window(int(batch.starts[i]), int(batch.computed[i]), int(batch.starts[i + 1] - batch.starts[i]))
+            rows = Window(int(batch.starts[i]), int(batch.computed[i]), int(batch.starts[i + 1] - batch.starts[i]))
             if tracked.captures:
-                self._route_attention(request_id, tracked, rows, gathered, plan)
-                self._route_hidden(request_id, tracked, rows, gathered, plan)
-                if batch.samples[i]:
-                    plan.sampled.append(request_id)
-                tracked.seen = max(tracked.seen, rows.end)
-            for layer, runs in self._route_steering(tracked, rows).items():
-                steered[layer].append(runs)
-        self._write(gathered, steered)
+                self._route_keys(request_id, tracked, rows, gathered, plan)
+                self._route_rows(request_id, tracked, rows, gathered, plan)
+            for layer, runs in self._route_steering(request_id, tracked, rows).items():
+                runs_by_layer[layer].append(runs)
+            if batch.samples[i]:
+                plan.sampled.append(request_id)
+            if tracked.seen < tracked.prompt_len <= rows.end:
+                plan.prompts_ended[request_id] = rows.end
+            tracked.seen = max(tracked.seen, rows.end)
+        self._write(gathered, runs_by_layer, plan)
         return plan
 
-    def _route_attention(
-        self, request_id: str, tracked: Tracked, rows: _Window, gathered: _Gathered, plan: StepPlan
-    ) -> None:
+    def _route_keys(self, request_id: str, tracked: Tracked, rows: Window, gathered: _Gathered, plan: StepPlan) -> None:
         store = tracked.keys
-        prompt = rows.clip(0, tracked.prompt_len)
-        if store is not None and prompt:
-            slots = {layer: gathered.key.add(layer, prompt) for layer in store.keys}
-            plan.key_chunks.append(KeyChunk(request_id, slots, prompt.start, prompt.length))
-        last = rows.clip(max(tracked.seen, tracked.prompt_len - 1), tracked.prompt_len)
-        if last:
-            layers = store.keys if store is not None else ()
-            plan.prompts_ended[request_id] = {layer: gathered.query.add(layer, last) for layer in layers}
+        if store is None:
+            return
+        if tracked.needs_keys_to_the_end and rows.end > store.room and not self._grow(tracked, store, rows.end):
+            return
+        wanted = rows.clip(0, store.room)
+        if wanted:
+            slots = {layer: gathered.key.place(layer, wanted) for layer in store.keys}
+            plan.key_chunks.append(KeyChunk(request_id, slots, wanted.start, wanted.length))
 
-    def _route_hidden(
-        self,
-        request_id: str,
-        tracked: Tracked,
-        rows: _Window,
-        gathered: _Gathered,
-        plan: StepPlan,
-    ) -> None:
-        for name, capture in tracked.spec.hidden.items():
+    def _grow(self, tracked: Tracked, store: KeyStore, tokens: int) -> bool:
+        """Room for the keys of ``tokens`` tokens, or the end of the captures that need them."""
+        more = -(-(tokens - store.room) // KEY_BLOCK_TOKENS) * KEY_BLOCK_TOKENS
+        if self._take(sum(4 * more * keys[0].numel() for keys in store.keys.values())):
+            store.grow(more)
+            return True
+        for name in _with_heads(tracked):
+            tracked.fail(name, NO_MEMORY)
+        self._release_keys(tracked)
+        return False
+
+    def _route_rows(self, request_id: str, tracked: Tracked, rows: Window, gathered: _Gathered, plan: StepPlan) -> None:
+        for name, capture in tracked.captures.items():
             if name in tracked.failed:
                 continue
-            for start, end in _intervals(capture, tracked):
+            layers, taps, full = self._rows_of(capture, gathered)
+            for start, end in intervals(capture, tracked.spec, tracked.prompt_len):
                 if max(start, tracked.seen) < min(end, rows.start):
-                    tracked.failed[name] = CACHED
+                    tracked.fail(name, CACHED)
                     break
                 wanted = rows.clip(max(start, tracked.seen), end)
                 if not wanted:
                     continue
-                if not gathered.hidden.fits(capture.layer, wanted, self._buffers.hidden[capture.layer]):
-                    tracked.failed[name] = NO_ROWS
+                if not all(taps.fits(layer, wanted) for layer in layers):
+                    tracked.fail(name, full)
                     break
-                slot = gathered.hidden.add(capture.layer, wanted)
-                plan.row_chunks.append(RowChunk(request_id, name, capture.layer, slot, wanted.start, wanted.length))
+                slots = {layer: taps.place(layer, wanted) for layer in layers}
+                plan.row_chunks.append(RowChunk(request_id, name, slots, wanted.start, wanted.length, rows.end))
 
-    def _route_steering(self, tracked: Tracked, rows: _Window) -> dict[int, list[_SteerRun]]:
+    def _rows_of(self, capture: Capture, gathered: _Gathered) -> tuple[list[int], _Runs, str]:
+        """The layers whose rows a capture reads, the taps that gather them, and the reason when those are full."""
+        if isinstance(capture, HiddenCapture):
+            return [capture.layer], gathered.hidden, NO_HIDDEN_ROWS
+        if isinstance(capture, ProbeCapture):
+            return [self._probe_layers[capture.probe]], gathered.hidden, NO_HIDDEN_ROWS
+        return sorted({layer for layer, _ in capture.heads}), gathered.query, NO_QUERY_ROWS
+
+    def _route_steering(self, request_id: str, tracked: Tracked, rows: Window) -> dict[int, list[_SteerRun]]:
         """What one request's steering does in this step, by layer, in the order in which it asked."""
         runs: dict[int, list[_SteerRun]] = defaultdict(list)
-        for steer in tracked.spec.steer:
+        for i, steer in enumerate(tracked.spec.steer):
             # Zero changes nothing, and leaving it out keeps the stream bit for bit.
-            windows = _steered(steer, tracked.prompt_len, rows) if steer.coefficient != 0.0 else []
+            opened_at = tracked.steering[i].opened_at
+            windows = steered(steer, tracked.prompt_len, opened_at, rows) if steer.coefficient != 0.0 else []
             if windows:
-                runs[steer.layer].append(_SteerRun(windows, steer, self._bank.slot(steer.vector)))
+                old = sum(window.clip(0, tracked.seen).length for window in windows)
+                slot = self._bank.slot(steer.vector)
+                runs[steer.layer].append(_SteerRun(request_id, i, windows, steer, slot, old))
         return runs
 
-    def _write(self, gathered: _Gathered, steered: dict[int, list[list[_SteerRun]]]) -> None:
-        buffers = self._buffers
-        for runs, taps in (
-            (gathered.hidden, buffers.hidden),
-            (gathered.query, buffers.query),
-            (gathered.key, buffers.key),
-        ):
+    def _write(self, gathered: _Gathered, runs_by_layer: dict[int, list[list[_SteerRun]]], plan: StepPlan) -> None:
+        for runs in (gathered.hidden, gathered.query, gathered.key):
             for layer, windows in runs.by_layer.items():
-                taps[layer].fill(_rows_of(windows))
-        for layer, requests in steered.items():
-            buffers.steer[layer].fill(_entries(requests))
+                runs.taps[layer].fill(_rows_of(windows))
+        for layer, requests in runs_by_layer.items():
+            passes = [[runs[p] for runs in requests if p < len(runs)] for p in range(MAX_VECTORS_PER_LAYER)]
+            self._buffers.steer[layer].fill(_entries(passes))
+            begin = 0
+            for run in (run for one_pass in passes for run in one_pass):
+                end = begin + run.length
+                plan.steer_chunks.append(SteerChunk(run.request_id, run.index, layer, begin, begin + run.old, end))
+                begin = end
         self._filled = True
 
 
-def _intervals(capture: HiddenCapture, tracked: Tracked) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of a request's tokens that a capture reads, in order and apart."""
-    positions, length = capture.positions, tracked.prompt_len
-    if isinstance(positions, SpanPositions):
-        span = tracked.spec.spans[positions.span]
-        assert isinstance(span, TokenRanges)
-        positions = span
-    if isinstance(positions, TokenRanges):
-        yield from merged(positions)
-        return
-    begin = {"last_prompt": length - 1, "prompt": 0, "generated": length, "all": 0}[positions]
-    yield begin, ENDLESS if capture.generates else length
-
-
-def merged(ranges: TokenRanges) -> list[tuple[int, int]]:
-    """The same tokens in ranges that are in order and do not overlap."""
-    out: list[tuple[int, int]] = []
-    for start, end in sorted(ranges.tokens):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        else:
-            out.append((start, end))
-    return out
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Tokens ``start:start + length`` of one request, in the step's rows from ``row`` on. False when empty."""
-
-    row: int
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    def clip(self, start: int, end: int) -> _Window:
-        """The part inside ``[start, end)``."""
-        begin, stop = max(start, self.start), min(end, self.end)
-        return _Window(self.row + begin - self.start, begin, max(0, stop - begin))
-
-    def __bool__(self) -> bool:
-        return self.length > 0
+def _with_heads(tracked: Tracked) -> dict[str, AttentionCapture | QKCapture]:
+    return {**tracked.spec.attention, **tracked.spec.qk}
 
 
 @dataclass(frozen=True)
 class _SteerRun:
-    """One steering of one request in this step."""
+    """One steering of one request in this step. ``old``: tokens of it that an earlier step has computed before."""
 
-    windows: list[_Window]
+    request_id: str
+    index: int
+    windows: list[Window]
     steer: Steer
     slot: int
+    old: int
+
+    @property
+    def length(self) -> int:
+        return sum(window.length for window in self.windows)
 
 
-def _steered(steer: Steer, prompt_len: int, rows: _Window) -> list[_Window]:
-    """The step's windows of one request that ``steer`` acts on, in order and apart."""
-    begin = prompt_len if steer.phase == "decode" else 0
-    end = prompt_len if steer.phase == "prefill" else ENDLESS
-    if steer.positions == "last":
-        begin = max(begin, prompt_len - 1)
-    ranges = merged(steer.positions) if isinstance(steer.positions, TokenRanges) else [(0, ENDLESS)]
-    clipped = (rows.clip(max(begin, first), min(end, last)) for first, last in ranges)
-    return [window for window in clipped if window]
-
-
-def _entries(requests: list[list[_SteerRun]]) -> SteerEntries:
+def _entries(passes: list[list[_SteerRun]]) -> SteerEntries:
     """Entries of one layer. Pass p has every request's p-th steering, so that no row occurs twice in a pass."""
-    passes = [[runs[p] for runs in requests if p < len(runs)] for p in range(MAX_VECTORS_PER_LAYER)]
     runs = [run for one_pass in passes for run in one_pass]
-    lengths = [sum(window.length for window in run.windows) for run in runs]
+    lengths = [run.length for run in runs]
 
     def repeated(values: list[Any], dtype: Any) -> Any:
         return np.repeat(np.asarray(values, dtype=dtype), lengths)
 
-    ends = np.cumsum([sum(w.length for run in one_pass for w in run.windows) for one_pass in passes])
+    ends = np.cumsum([sum(run.length for run in one_pass) for one_pass in passes])
     return SteerEntries(
         rows=_rows_of([window for run in runs for window in run.windows]),
         slots=repeated([run.slot for run in runs], np.int64),
@@ -358,29 +333,34 @@ def _entries(requests: list[list[_SteerRun]]) -> SteerEntries:
 
 
 class _Runs:
-    """Windows to gather, by layer, in the order in which the layer's tap will hold them."""
+    """Windows to gather, by layer, in the order in which the layer's tap will hold them. The same window is gathered
+    once, however many captures read it."""
 
-    def __init__(self) -> None:
-        self.by_layer: dict[int, list[_Window]] = defaultdict(list)
+    def __init__(self, taps: dict[int, GatherTap]) -> None:
+        self.taps = taps
+        self.by_layer: dict[int, list[Window]] = defaultdict(list)
         self._lengths: dict[int, int] = defaultdict(int)
+        self._slots: dict[tuple[int, Window], int] = {}
 
-    def fits(self, layer: int, window: _Window, tap: GatherTap) -> bool:
-        return self._lengths[layer] + window.length <= tap.capacity
+    def fits(self, layer: int, window: Window) -> bool:
+        known = (layer, window) in self._slots
+        return known or self._lengths[layer] + window.length <= self.taps[layer].capacity
 
-    def add(self, layer: int, window: _Window) -> int:
-        """Append; returns where in the layer's tap the window will start."""
-        slot = self._lengths[layer]
-        self.by_layer[layer].append(window)
-        self._lengths[layer] += window.length
-        return slot
+    def place(self, layer: int, window: Window) -> int:
+        """Where in the layer's tap the window will start."""
+        if (layer, window) not in self._slots:
+            self._slots[layer, window] = self._lengths[layer]
+            self.by_layer[layer].append(window)
+            self._lengths[layer] += window.length
+        return self._slots[layer, window]
 
 
-@dataclass
 class _Gathered:
-    hidden: _Runs = field(default_factory=_Runs)
-    query: _Runs = field(default_factory=_Runs)
-    key: _Runs = field(default_factory=_Runs)
+    def __init__(self, buffers: TapBuffers) -> None:
+        self.hidden = _Runs(buffers.hidden)
+        self.query = _Runs(buffers.query)
+        self.key = _Runs(buffers.key)
 
 
-def _rows_of(windows: Iterable[_Window]) -> IntArray:
+def _rows_of(windows: Iterable[Window]) -> IntArray:
     return np.concatenate([np.arange(w.row, w.row + w.length, dtype=np.int64) for w in windows])

@@ -10,13 +10,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from guard.mia.spec import SELECTOR, MiaSpec, Span, SpanPositions, TokenRanges
+from guard.mia.spec import SELECTOR, AttentionCapture, MiaSpec, Span, TokenRanges, span_of
 
 Message = dict[str, Any]
 CharRange = tuple[int, int]
 Offsets = Sequence[tuple[int, int]]
+T = TypeVar("T")
 
 
 class SpanError(ValueError):
@@ -25,10 +26,13 @@ class SpanError(ValueError):
 
 @dataclass(frozen=True)
 class LocatedMessage:
-    """One message's text in the rendered prompt; ``ranges`` is empty when the template does not show it."""
+    """One message's text in the rendered prompt, by part of its content: None where the template does not show it.
+
+    A content that is one text is one part; parts that are not text (images) count, and are never shown.
+    """
 
     role: str
-    ranges: tuple[CharRange, ...]
+    parts: tuple[CharRange | None, ...]
 
 
 def locate_messages(
@@ -44,7 +48,7 @@ def locate_messages(
     return [
         LocatedMessage(
             str(message.get("role", "")),
-            tuple(found[marker] for marker in _markers(marked_message) if found.get(marker) is not None),
+            tuple(found.get(marker) for marker in _markers(marked_message)),
         )
         for message, marked_message in zip(messages, marked, strict=True)
     ]
@@ -79,10 +83,11 @@ def _is_text(part: Any) -> bool:
 
 
 def _markers(message: Message) -> list[str]:
+    """The marker of every part of the content; what has none gets a text that is no marker."""
     content = message.get("content")
     if isinstance(content, str):
         return [content]
-    return [part["text"] for part in content if _is_text(part)] if isinstance(content, list) else []
+    return [part["text"] if _is_text(part) else "" for part in content] if isinstance(content, list) else []
 
 
 def _order(rendered: str, markers: list[str]) -> list[tuple[str, str]]:
@@ -123,16 +128,26 @@ def _walk(prompt: str, pieces: list[tuple[str, str]], texts: dict[str, str]) -> 
     return found
 
 
-def select(selector: str, messages: Sequence[LocatedMessage]) -> list[LocatedMessage]:
-    """Messages that a selector names, in order: ``ROLE``, ``ROLE.first``, ``ROLE.last``, ``message.N``."""
+def select(selector: str, messages: Sequence[LocatedMessage]) -> list[CharRange]:
+    """What a selector names, in order: ``ROLE``, ``ROLE.first``, ``ROLE.last``, ``message.N``, each with ``.part.N``."""
     match = SELECTOR.fullmatch(selector)
     if match is None:
         raise SpanError(f"{selector!r} is not a selector")
     if match["index"] is not None:
-        index = int(match["index"])
-        return [messages[index]] if -len(messages) <= index < len(messages) else []
-    named = [message for message in messages if message.role == match["role"]]
-    return {"first": named[:1], "last": named[-1:]}.get(match["which"] or "all", named)
+        chosen = _nth(messages, int(match["index"]))
+    else:
+        named = [message for message in messages if message.role == match["role"]]
+        chosen = {"first": named[:1], "last": named[-1:]}.get(match["which"] or "all", named)
+    parts = [
+        part
+        for message in chosen
+        for part in (message.parts if match["part"] is None else _nth(message.parts, int(match["part"])))
+    ]
+    return [part for part in parts if part is not None]
+
+
+def _nth(items: Sequence[T], index: int) -> list[T]:
+    return [items[index]] if -len(items) <= index < len(items) else []
 
 
 def to_tokens(ranges: Sequence[CharRange], offsets: Offsets) -> tuple[tuple[int, int], ...]:
@@ -155,7 +170,7 @@ def resolve(span: Span, messages: Sequence[LocatedMessage], offsets: Offsets | N
         return span
     if offsets is None:
         raise SpanError("this prompt has no token offsets (slow tokenizer, or not text alone)")
-    ranges = [r for selector in span for message in select(selector, messages) for r in message.ranges]
+    ranges = [r for selector in span for r in select(selector, messages)]
     tokens = to_tokens(ranges, offsets)
     if not tokens:
         raise SpanError(f"no message's text in the prompt matches {', '.join(span)}")
@@ -184,21 +199,15 @@ def resolve_spec(
             resolved[name] = resolve(span, located, offsets, prompt_len)
         except SpanError as error:
             failed[name] = str(error)
-    needed = {name: capture.spans for name, capture in spec.attention.items()}
-    needed |= {
-        name: (capture.positions.span,)
-        for name, capture in spec.hidden.items()
-        if isinstance(capture.positions, SpanPositions)
-    }
-    unavailable = {
-        name: "; ".join(f"span {span!r}: {failed[span]}" for span in spans if span in failed)
-        for name, spans in needed.items()
-        if any(span in failed for span in spans)
-    }
-    for name, capture in spec.hidden.items():
-        if isinstance(capture.positions, TokenRanges) and max(end for _, end in capture.positions.tokens) > prompt_len:
+    unavailable: dict[str, str] = {}
+    for name, capture in spec.captures.items():
+        spans = (*(capture.spans if isinstance(capture, AttentionCapture) else ()), *span_of(capture))
+        if any(span in failed for span in spans):
+            unavailable[name] = "; ".join(f"span {span!r}: {failed[span]}" for span in spans if span in failed)
+        elif (
+            isinstance(capture.positions, TokenRanges) and max(end for _, end in capture.positions.tokens) > prompt_len
+        ):
             unavailable[name] = f"token ranges end beyond the prompt's {prompt_len} tokens"
-    attention = {name: capture for name, capture in spec.attention.items() if name not in unavailable}
-    hidden = {name: capture for name, capture in spec.hidden.items() if name not in unavailable}
-    update = {"spans": resolved, "attention": attention, "hidden": hidden}
-    return ResolvedSpec(spec.model_copy(update=update), unavailable)
+    kinds = ("hidden", "probes", "attention", "qk")
+    left = {kind: {name: one for name, one in getattr(spec, kind).items() if name not in unavailable} for kind in kinds}
+    return ResolvedSpec(spec.model_copy(update={"spans": resolved, **left}), unavailable)

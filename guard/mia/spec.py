@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 MAX_SPEC_BYTES = 64 * 1024
 """Longest accepted JSON text of one spec."""
 
-MAX_CAPTURES = 64
+MAX_CAPTURES = 256
 """Most captures, of all kinds together, that one request may name."""
 
 MAX_VECTORS_PER_LAYER = 4
@@ -32,6 +32,14 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
 Layer = Annotated[int, Field(ge=0, le=1024)]
 Head = tuple[Annotated[int, Field(ge=1, le=1024)], Annotated[int, Field(ge=0, le=1024)]]
 """``(layer, head)``: layers count blocks from 1, as ``hidden_states[i]`` of transformers does; heads from 0."""
+
+
+class _FieldError(ValueError):
+    """What a check over several fields finds, at ``path`` below the object that it checks."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class SpecError(ValueError):
@@ -149,13 +157,11 @@ class Gate(_Model):
     """
 
     readout: Name
-    """Name of a probe or attention capture of this request. Each of its rows is compared as it comes."""
+    """Name of a probe or attention capture of this request. Each of its rows is compared as it comes; of a probe with
+    several outputs the first counts."""
 
     span: Name | None = None
     """For attention: which span's mass, as the mean over the capture's heads."""
-
-    output: Annotated[int, Field(ge=0, le=1024)] = 0
-    """For a probe: which of its outputs."""
 
     above: Annotated[float | None, Field(allow_inf_nan=False)] = None
     """Opens when the readout is greater than this."""
@@ -264,22 +270,23 @@ class MiaSpec(_Model):
     def _names_agree(self) -> Self:
         names = Counter([*self.hidden, *self.probes, *self.attention, *self.qk])
         if names.total() > MAX_CAPTURES:
-            raise ValueError(f"at most {MAX_CAPTURES} captures a request")
+            raise _FieldError("", f"at most {MAX_CAPTURES} captures a request")
         if twice := sorted(name for name, count in names.items() if count > 1):
-            raise ValueError(f"a capture's name is used once: {', '.join(twice)}")
+            kind = next(kind for kind, name, _ in self._captures_by_kind() if name == twice[0])
+            raise _FieldError(f"{kind}.{twice[0]}", "a capture's name is used once, over all kinds")
         for kind, name, capture in self._captures_by_kind():
             spans = (*(capture.spans if isinstance(capture, AttentionCapture) else ()), *span_of(capture))
             if missing := set(spans) - self.spans.keys():
-                raise ValueError(f"{kind}.{name} names undefined spans: {', '.join(sorted(missing))}")
+                raise _FieldError(f"{kind}.{name}", f"undefined spans: {', '.join(sorted(missing))}")
         for name, attention in self.attention.items():
             if not (attention.spans or attention.weights):
-                raise ValueError(f"attention.{name} names no spans and does not ask for weights")
+                raise _FieldError(f"attention.{name}", "names no spans and does not ask for weights")
         for i, steer in enumerate(self.steer):
             if steer.gate is not None:
                 self._check_gate(f"steer.{i}.gate", steer.gate)
         for layer, vectors in Counter(steer.layer for steer in self.steer).items():
             if vectors > MAX_VECTORS_PER_LAYER:
-                raise ValueError(f"steer names {vectors} vectors at layer {layer}; at most {MAX_VECTORS_PER_LAYER}")
+                raise _FieldError("steer", f"{vectors} vectors at layer {layer}; at most {MAX_VECTORS_PER_LAYER}")
         return self
 
     def _captures_by_kind(self) -> Iterator[tuple[str, str, Capture]]:
@@ -290,11 +297,9 @@ class MiaSpec(_Model):
     def _check_gate(self, where: str, gate: Gate) -> None:
         if gate.readout in self.attention:
             if gate.span not in self.attention[gate.readout].spans:
-                raise ValueError(f"{where} needs a span of attention.{gate.readout}, not {gate.span!r}")
+                raise _FieldError(f"{where}.span", f"not a span of attention.{gate.readout}: {gate.span!r}")
         elif gate.readout not in self.probes or gate.span is not None:
-            raise ValueError(
-                f"{where}.readout {gate.readout!r} is no probe or attention capture (a span goes with one)"
-            )
+            raise _FieldError(f"{where}.readout", f"{gate.readout!r} is no probe, nor attention with a span")
 
     @property
     def captures(self) -> dict[str, Capture]:
@@ -326,5 +331,9 @@ def parse_spec(text: object) -> MiaSpec:
         return MiaSpec.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join(["mia", *(str(part) for part in first["loc"])])
+        found_by_check = first.get("ctx", {}).get("error")
+        below = (
+            found_by_check.path.split(".") if isinstance(found_by_check, _FieldError) and found_by_check.path else []
+        )
+        path = ".".join(["mia", *(str(part) for part in first["loc"]), *below])
         raise SpecError(f"{path}: {first['msg']}", path) from None

@@ -1,11 +1,12 @@
-"""The operator's steering vectors: loaded once at start, by name, from safetensors.
+"""The operator's steering vectors: loaded by name from safetensors, at start or while the engine runs.
 
 Owns the bank's contents. A request names a vector, never a file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,22 +27,58 @@ def vector_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.safetensors")))
 
 
-@dataclass(frozen=True)
-class Bank:
-    """Vectors by slot. vectors: ``[len(names), hidden_size]`` float32."""
+class FullBankError(RuntimeError):
+    """No room for one more vector."""
 
-    names: tuple[str, ...]
+
+@dataclass
+class Bank:
+    """Vectors by slot, at an address that never changes. vectors: ``[capacity, hidden_size]`` float32.
+
+    ``digests``: SHA-256 of each vector's bytes, so that caches can tell vectors of the same name apart.
+    """
+
+    folder: Path | None
     vectors: torch.Tensor
+    slots: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(cls, folder: Path | None, capacity: int, hidden_size: int, device: torch.device) -> Bank:
+        return cls(folder, torch.zeros(capacity, hidden_size, device=device))
 
     def slot(self, name: str) -> int:
-        return self.names.index(name)
+        return self.slots[name]
+
+    def load(self, name: str) -> None:
+        """Read ``NAME.safetensors`` from the folder; a vector of that name is replaced.
+
+        Raises ``SteeringFolderError``, and ``FullBankError`` when there is no free slot.
+        """
+        if self.folder is None:
+            raise SteeringFolderError("there is no steering folder")
+        vector = _load_vector(self.folder / f"{name}.safetensors", self.vectors.shape[1])
+        if name not in self.slots:
+            free = sorted(set(range(len(self.vectors))) - set(self.slots.values()))
+            if not free:
+                raise FullBankError(f"the bank is full: it has room for {len(self.vectors)} vectors")
+            self.slots[name] = free[0]
+        self.vectors[self.slots[name]].copy_(vector)
+        self.digests[name] = hashlib.sha256(vector.numpy().tobytes()).hexdigest()
+
+    def evict(self, name: str) -> None:
+        """Forget a vector. Raises ``KeyError`` when there is none of that name."""
+        del self.slots[name], self.digests[name]
 
 
-def load_bank(folder: Path | None, names: tuple[str, ...], hidden_size: int, device: torch.device) -> Bank:
-    """Load ``names`` in their order. Raises ``SteeringFolderError``."""
-    if folder is None or not names:
-        return Bank((), torch.zeros(0, hidden_size, device=device))
-    return Bank(names, torch.stack([_load_vector(folder / f"{n}.safetensors", hidden_size) for n in names]).to(device))
+def load_bank(
+    folder: Path | None, names: tuple[str, ...], hidden_size: int, device: torch.device, capacity: int | None = None
+) -> Bank:
+    """A bank with ``names`` in it, in their order, and room for ``capacity``. Raises ``SteeringFolderError``."""
+    bank = Bank.allocate(folder, len(names) if capacity is None else capacity, hidden_size, device)
+    for name in names:
+        bank.load(name)
+    return bank
 
 
 def _load_vector(path: Path, hidden_size: int) -> torch.Tensor:

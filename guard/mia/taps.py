@@ -7,6 +7,7 @@ blocks with one attention each, and refuses the rest with the reason. Never touc
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,12 @@ from vllm.v1.attention.backend import AttentionType
 
 from guard.mia import ops as _ops  # noqa: F401  (registers torch.ops.mia)
 from guard.mia.buffers import AttentionShape, GatherTap, SteerTap, TapBuffers
+
+EMBEDDING = 0
+"""Layer number of the embedding: the stream on its way into the first block."""
+
+STREAM_ARGUMENT = "hidden_states"
+"""What vLLM's and transformers' decoder blocks call the stream."""
 
 
 class UnsupportedModelError(RuntimeError):
@@ -96,11 +103,16 @@ def attention_shape(layer: Attention) -> AttentionShape:
 
 @dataclass
 class BlockTaps:
-    """What happens after one block: steering first, so that a capture shows the steered stream."""
+    """What happens after one block: steering first, so that a capture shows the steered stream.
+
+    ``embedding``: what is copied on the way into the first block, whose argument ``stream_index`` is the stream.
+    """
 
     steer: SteerTap | None
     hidden: GatherTap | None
     returns_residual: bool
+    embedding: GatherTap | None = None
+    stream_index: int = 0
 
 
 @dataclass
@@ -113,12 +125,22 @@ class AttentionTaps:
 
 def insert(decoder: Decoder, buffers: TapBuffers) -> None:
     """Put the ops into the blocks and attention layers that ``buffers`` has taps for."""
-    for number in sorted({*buffers.hidden, *buffers.steer}):
+    for number in sorted({max(number, 1) for number in (*buffers.hidden, *buffers.steer)}):
         block = decoder.blocks[number]
         taps = BlockTaps(buffers.steer.get(number), buffers.hidden.get(number), decoder.returns_residual)
+        if number == 1 and EMBEDDING in buffers.hidden:
+            taps.embedding, taps.stream_index = buffers.hidden[EMBEDDING], _stream_index(block)
         _put(block, taps, _tapped_block)
     for number in buffers.query:
         _put(decoder.attention[number], AttentionTaps(buffers.query[number], buffers.key[number]), _tapped_attention)
+
+
+def _stream_index(block: nn.Module) -> int:
+    """Which argument of a block's ``forward`` is the residual stream. Raises ``UnsupportedModelError``."""
+    names = list(inspect.signature(block.forward).parameters)
+    if STREAM_ARGUMENT not in names:
+        raise UnsupportedModelError(f"{type(block).__name__} has no argument {STREAM_ARGUMENT}: layer 0 has no tap")
+    return names.index(STREAM_ARGUMENT)
 
 
 def _put(module: Any, taps: BlockTaps | AttentionTaps, subclass_of: Callable[[Any], type[nn.Module]]) -> None:
@@ -134,8 +156,12 @@ def _put(module: Any, taps: BlockTaps | AttentionTaps, subclass_of: Callable[[An
 @functools.cache
 def _tapped_block(base: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = base.forward(self, *args, **kwargs)
         taps = self.mia_taps
+        if taps.embedding is not None:
+            stream = args[taps.stream_index] if len(args) > taps.stream_index else kwargs[STREAM_ARGUMENT]
+            tap = taps.embedding
+            torch.ops.mia.gather_rows(stream, None, tap.rows, tap.count, tap.out)
+        output = base.forward(self, *args, **kwargs)
         hidden = output[0] if isinstance(output, tuple) else output
         residual = output[1] if isinstance(output, tuple) and taps.returns_residual else None
         if taps.steer is not None:
@@ -151,6 +177,8 @@ def _tapped_block(base: Any) -> type[nn.Module]:
                 tap.keep_norm,
                 tap.bounds,
                 tap.bank,
+                tap.dose_limit,
+                tap.doses,
             )
         if taps.hidden is not None:
             tap = taps.hidden

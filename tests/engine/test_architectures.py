@@ -36,7 +36,7 @@ def test_readouts_are_the_models_own(architecture: str, compiled: bool, tmp_path
     with engine(folder, EngineConfig(hidden_layers=LAYERS, attention_heads=HEADS), compiled=compiled) as llm:
         answers = llm.chat(CONVERSATIONS, spec, max_tokens=2)
     for answer, truth in zip(answers, oracle.read(folder, [a.prompt_token_ids for a in answers]), strict=True):
-        (readouts,) = answer.readouts
+        readouts = answer.readouts[0]
         for layer in LAYERS:
             got, expected = readouts.items[f"h{layer}"], truth.hidden[layer - 1][-1]
             assert isinstance(got, HiddenReadout)

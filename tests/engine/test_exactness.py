@@ -71,7 +71,7 @@ def with_steering(layer: int = 2, coefficient: float = COEFFICIENT, phase: str =
 
 
 def assert_exact(engine: Engine, answer: Answer, *pushes: oracle.Push) -> None:
-    (readouts,) = answer.readouts
+    readouts = answer.readouts[0]
     (truth,) = oracle.read(engine.folder, [answer.prompt_token_ids], *pushes)
     for layer in LAYERS:
         got, expected = readouts.items[f"h{layer}"], truth.hidden[layer - 1][-1]

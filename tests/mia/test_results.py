@@ -1,43 +1,92 @@
 """Readouts survive the wire bit for bit, whatever their status."""
 
 import json
+from dataclasses import fields, replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from guard.mia.results import AttentionReadout, HiddenReadout, Readouts
+from guard.mia.results import (
+    AttentionReadout,
+    AttentionRowsReadout,
+    HiddenReadout,
+    ProbeReadout,
+    QKReadout,
+    Readout,
+    Readouts,
+    RowsReadout,
+    SteeringReport,
+    StepReading,
+    join,
+)
 
 finite32 = st.floats(width=32, allow_nan=False)
+shapes = hnp.array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=5)
 
 
-@given(hnp.arrays(np.float32, st.integers(1, 40), elements=finite32), st.sampled_from(["complete", "dropped"]))
-def test_readouts_survive_the_wire(values: np.ndarray, status: str) -> None:
-    complete = status == "complete"
-    sent = Readouts(
-        items={
-            "h": HiddenReadout(status, 3, 7, 11, values if complete else None, "" if complete else "no space"),
-            "a": AttentionReadout(status, ((1, 2), (3, 4)), 7, {"data": values} if complete else {}, weights=values),
-        },
-        span_tokens={"data": ((1, 4), (6, 9))},
-        prompt_tokens=8,
-        prompt_index=1,
-        choice_index=2,
-    )
-    got = Readouts.from_wire(json.loads(json.dumps(sent.to_wire())))
-    assert got.span_tokens == sent.span_tokens
-    assert (got.prompt_tokens, got.prompt_index, got.choice_index) == (8, 1, 2)
-    hidden, attention = got.items["h"], got.items["a"]
-    assert isinstance(hidden, HiddenReadout)
-    assert isinstance(attention, AttentionReadout)
-    assert (hidden.status, hidden.reason, hidden.token_id) == (status, sent.items["h"].reason, 11)
-    assert attention.heads == ((1, 2), (3, 4))
-    np.testing.assert_array_equal(attention.weights, values)
-    if complete:
-        np.testing.assert_array_equal(hidden.values, values)
-        np.testing.assert_array_equal(attention.mass["data"], values)
+@given(hnp.arrays(np.float32, shapes, elements=finite32), st.sampled_from(["complete", "dropped", "unavailable"]))
+def test_readouts_survive_both_wires_bit_for_bit(array: np.ndarray, status: str) -> None:
+    heads, where, ids = ((1, 2), (3, 4)), tuple(range(len(array))), (7,) * len(array)
+    flat = array.reshape(len(array), array.shape[1] * array.shape[2])
+    items = {
+        "h": HiddenReadout(status, 3, 7, 11, array.ravel()),
+        "none": HiddenReadout(status, 3, reason="no space"),
+        "r": RowsReadout(status, 0, where, ids, flat),
+        "p": ProbeReadout(status, "risk", where, ids, flat),
+        "a": AttentionReadout(status, heads, (7,), (1,), {"data": array.ravel()}, flat),
+        "m": AttentionRowsReadout(status, heads, where, ids, {"data": flat}, array),
+        "q": QKReadout(status, heads, where, ids, {1: array, 3: array}, {1: array}, {1: (0, 1)}, {1: 0.25}),
+    }
+    report = SteeringReport(3, 0.5, 1, 9, "")
+    sent = Readouts(items, {"data": ((1, 4), (6, 9))}, 8, 1, 2, "final", (report,))
+    over_http = Readouts.from_wire(json.loads(json.dumps(sent.to_wire())))
+    assert replace(over_http, items={}) == replace(sent, items={})
+    step = StepReading(items, {"r": items["r"]}, (report,))
+    between_processes = StepReading.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(step.to_wire())))
+    assert between_processes.steering == (report,)
+    for got in (over_http.items, between_processes.prompt, between_processes.grown):
+        for name, item in got.items():
+            assert_same(item, items[name])
+
+
+def assert_same(got: Readout, sent: Readout) -> None:
+    assert type(got) is type(sent)
+    for field in fields(sent):
+        a, b = getattr(got, field.name), getattr(sent, field.name)
+        if isinstance(b, dict) and b and isinstance(next(iter(b.values())), np.ndarray):
+            assert a.keys() == b.keys()
+            for key in b:
+                np.testing.assert_array_equal(a[key], b[key])
+        elif isinstance(b, np.ndarray):
+            np.testing.assert_array_equal(a, b)
+        else:
+            assert a == b
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_rows_that_came_in_parts_are_joined_in_order(lengths: list[int]) -> None:
+    ends = np.cumsum(lengths)
+    parts, keys = [], []
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        weights = np.arange((end - begin) * 2 * end, dtype=np.float32).reshape(end - begin, 2, end) + 1
+        mass = {"s": np.full((end - begin, 2), end, np.float32)}
+        parts.append(AttentionRowsReadout("complete", ((1, 0), (1, 1)), tuple(range(begin, end)), (), mass, weights))
+        rows = np.arange(begin, end, dtype=np.float32)[:, None, None]
+        keys.append(QKReadout("complete", ((1, 0),), tuple(range(begin, end)), (), {1: rows}, {1: rows}))
+    whole = join(parts)
+    assert whole.positions == tuple(range(ends[-1]))
+    assert whole.weights.shape == (ends[-1], 2, ends[-1])
+    for part in parts:
+        rows = whole.weights[list(part.positions)]
+        np.testing.assert_array_equal(rows[:, :, : part.weights.shape[2]], part.weights)
+        assert not rows[:, :, part.weights.shape[2] :].any()
+    np.testing.assert_array_equal(join(keys).keys[1][:, 0, 0], np.arange(ends[-1]))
+    dropped = AttentionRowsReadout("dropped", ((1, 0), (1, 1)), reason="no space")
+    assert join([*parts, dropped]) is dropped
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
 from guard.mia.ops import LEAST_RELATIVE_NORM
-from guard.mia.routing import CACHED, NO_ROWS, BatchView, Router, StepPlan
-from guard.mia.spec import HiddenCapture, MiaSpec
+from guard.mia.probes import Probe
+from guard.mia.readouts import Reader
+from guard.mia.results import AttentionReadout, HiddenReadout, ProbeReadout, QKReadout, RowsReadout, join
+from guard.mia.routing import CACHED, NO_HIDDEN_ROWS, BatchView, Router
+from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, generates
 from guard.mia.steering import Bank
 
 LAYERS = (1, 2, 3)
@@ -25,35 +31,72 @@ CONFIG = EngineConfig(
     hidden_layers=LAYERS,
     attention_heads=tuple((layer, head) for layer in LAYERS for head in range(2)),
     max_hidden_rows_per_step=512,
+    max_query_rows_per_step=512,
+    probes={"risk": 2},
     steering_layers=LAYERS,
     steering_vectors=VECTORS,
 )
 
 
+PROBE_LAYERS = {"risk": 2}
+PROBE = Probe(torch.tensor([[1.0, -1.0, 0.5, 0.0], [0.0, 1.0, 0.0, 1.0]]), torch.tensor([0.1, -0.2]))
+
+
 def make_router(max_host_bytes: int = 10**9, config: EngineConfig = CONFIG) -> tuple[Router, TapBuffers]:
-    bank = torch.arange(len(VECTORS) * HIDDEN_SIZE, dtype=torch.float32).view(len(VECTORS), HIDDEN_SIZE) + 1
+    vectors = torch.arange(len(VECTORS) * HIDDEN_SIZE, dtype=torch.float32).view(len(VECTORS), HIDDEN_SIZE) + 1
+    bank = Bank(None, vectors, {name: i for i, name in enumerate(VECTORS)})
     buffers = TapBuffers.allocate(
-        config, HIDDEN_SIZE, dict.fromkeys(LAYERS, SHAPE), StepLimits(8, 64), bank, torch.float32
+        config, HIDDEN_SIZE, dict.fromkeys(LAYERS, SHAPE), StepLimits(8, 64), vectors, torch.float32
     )
-    return Router(buffers, Bank(VECTORS, bank), max_host_bytes), buffers
+    return Router(buffers, bank, PROBE_LAYERS, max_host_bytes), buffers
 
 
-positions = st.sampled_from(["last_prompt", "prompt", "generated", "all", {"span": "s"}, {"tokens": [[0, 1], [0, 1]]}])
-specs = st.builds(
-    lambda hidden, heads, steer: MiaSpec.model_validate(
+RANGES = {"tokens": [[0, 1], [0, 1]]}
+positions = st.sampled_from(["last_prompt", "prompt", "generated", "all", {"span": "s"}, RANGES])
+query_positions = st.sampled_from(["last_prompt", "generated", {"span": "s"}, RANGES])
+gates = st.sampled_from(
+    [
+        None,
+        {"readout": "p0", "above": 0.5},
+        {"readout": "a0", "span": "s", "below": 0.4},
+        {"readout": "a0", "span": "s", "above": 0.9},
+    ]
+)
+head_lists = st.sets(st.sampled_from(CONFIG.attention_heads), min_size=1, max_size=3).map(sorted)
+
+
+def build_spec(hidden: list, probes: list, attention: list, qk: list, steer: list) -> MiaSpec:
+    captures = {f"p{i}" for i in range(len(probes))} | {f"a{i}" for i in range(len(attention))}
+    steered = []
+    for v, n, c, p, w, m, k, gate in steer:
+        gated = gate is not None and gate["readout"] in captures
+        steered.append(
+            {"vector": v, "layer": n, "coefficient": c, "phase": "decode" if gated else p, "positions": w, "method": m}
+            | {"preserve_norm": k}
+            | ({"target": 2.0} if m == "project" else {})
+            | ({"gate": gate} if gated else {})
+        )
+    return MiaSpec.model_validate(
         {
             "spans": {"s": {"tokens": [[0, 1]]}},
             "hidden": {f"h{i}": {"layer": layer, "positions": where} for i, (layer, where) in enumerate(hidden)},
-            "attention": {"a": {"heads": sorted(heads), "spans": ["s"]}} if heads else {},
-            "steer": [
-                {"vector": v, "layer": n, "coefficient": c, "phase": p, "positions": w, "method": m, "preserve_norm": k}
-                | ({"target": 2.0} if m == "project" else {})
-                for v, n, c, p, w, m, k in steer
-            ],
+            "probes": {f"p{i}": {"probe": "risk", "positions": where} for i, where in enumerate(probes)},
+            "attention": {
+                f"a{i}": {"heads": heads, "spans": ["s"], "positions": where, "weights": weights}
+                for i, (heads, where, weights) in enumerate(attention)
+            },
+            "qk": {f"q{i}": {"heads": heads, "positions": where} for i, (heads, where) in enumerate(qk)},
+            "steer": steered,
         }
-    ),
+    )
+
+
+specs = st.builds(
+    build_spec,
     st.lists(st.tuples(st.sampled_from(LAYERS), positions), max_size=3),
-    st.sets(st.sampled_from(CONFIG.attention_heads), max_size=3),
+    st.lists(positions, max_size=2),
+    st.lists(st.tuples(head_lists, query_positions, st.booleans()), max_size=2),
+    st.lists(st.tuples(head_lists, positions), max_size=2),
     st.lists(
         st.tuples(
             st.sampled_from(VECTORS),
@@ -63,46 +106,121 @@ specs = st.builds(
             st.sampled_from(["all", "last", {"tokens": [[1, 3], [5, 20]]}]),
             st.sampled_from(["add_vector", "project", "ablate", "replace"]),
             st.booleans(),
+            gates,
         ),
         max_size=3,
     ),
 )
 requests = st.lists(st.tuples(st.none() | specs, st.integers(1, 9)), min_size=1, max_size=5)
+AGAIN = -1
+"""Instead of a number of tokens: the request was preempted, and is computed again from its first token on."""
+steps_of_five = st.lists(
+    st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, AGAIN]), min_size=5, max_size=5), min_size=1, max_size=7
+)
 
 
-def steered(
-    stream: torch.Tensor, spec: MiaSpec, prompt_len: int, position: int, layer: int, bank: torch.Tensor
-) -> torch.Tensor:
-    """One token's stream after everything that its request asks for there, one thing after the other."""
-    in_prompt = position < prompt_len
-    for steer in spec.steer:
-        in_ranges, is_last = position in {1, 2, *range(5, 20)}, position >= prompt_len - 1
-        here = {"all": True, "last": is_last}[steer.positions] if isinstance(steer.positions, str) else in_ranges
-        acts = steer.layer == layer and steer.phase in ("both", "prefill" if in_prompt else "decode") and here
-        if not acts or steer.coefficient == 0.0:
-            continue
-        vector = bank[VECTORS.index(steer.vector)]
-        unit = vector / vector.norm()
-        after = {
-            "add_vector": stream + steer.coefficient * vector,
-            "project": stream + steer.coefficient * ((steer.target or 0.0) - stream @ unit) * unit,
-            "ablate": stream - steer.coefficient * (stream @ unit) * unit,
-            "replace": steer.coefficient * vector,
-        }[steer.method]
-        keeps = steer.preserve_norm and after.norm() > LEAST_RELATIVE_NORM * stream.norm()
-        stream = after * stream.norm() / after.norm() if keeps else after
-    return stream
+class World:
+    """A model that is a table: every request's token has its own stream, queries and keys, by layer."""
+
+    def stream(self, request: int, position: int, layer: int) -> torch.Tensor:
+        return self._draw(request, position, layer, 0, HIDDEN_SIZE)
+
+    def query(self, request: int, position: int, layer: int) -> torch.Tensor:
+        return self._draw(request, position, layer, 1, SHAPE.query_heads * SHAPE.head_size)
+
+    def key(self, request: int, position: int, layer: int) -> torch.Tensor:
+        return self._draw(request, position, layer, 2, SHAPE.key_heads * SHAPE.head_size)
+
+    def _draw(self, request: int, position: int, layer: int, kind: int, width: int) -> torch.Tensor:
+        seed = ((request * 97 + position) * 31 + layer) * 7 + kind
+        return torch.randn(width, generator=torch.Generator().manual_seed(seed))
 
 
-def wanted_positions(capture: HiddenCapture, prompt_len: int, until: int) -> list[int]:
-    """Every token below ``until`` that a capture reads, one by one."""
-    if capture.positions == "last_prompt":
-        return [p for p in range(until) if p == prompt_len - 1]
-    if capture.positions == "prompt":
-        return [p for p in range(until) if p < prompt_len]
-    if capture.positions == "generated":
-        return [p for p in range(until) if p >= prompt_len]
-    return list(range(until)) if capture.positions == "all" else [p for p in range(until) if p == 0]
+WORLD = World()
+
+
+@dataclass
+class Slow:
+    """One request, walked token by token: what it must give, computed in the most obvious way."""
+
+    index: int
+    spec: MiaSpec
+    prompt_len: int
+    seen: int = 0
+    opened: dict[int, int] = field(default_factory=dict)
+    steered_tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    dose: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def steered(self, position: int, layer: int, bank: torch.Tensor) -> torch.Tensor:
+        """One token's stream after everything that acts there, one thing after the other."""
+        stream, in_prompt = WORLD.stream(self.index, position, layer), position < self.prompt_len
+        for i, steer in enumerate(self.spec.steer):
+            in_ranges, is_last = position in {1, 2, *range(5, 20)}, position >= self.prompt_len - 1
+            here = {"all": True, "last": is_last}[steer.positions] if isinstance(steer.positions, str) else in_ranges
+            open_ = steer.gate is None or position >= self.opened.get(i, 10**9)
+            acts = steer.layer == layer and steer.phase in ("both", "prefill" if in_prompt else "decode")
+            if not (acts and here and open_) or steer.coefficient == 0.0:
+                continue
+            vector = bank[VECTORS.index(steer.vector)]
+            unit = vector / vector.norm()
+            after = {
+                "add_vector": stream + steer.coefficient * vector,
+                "project": stream + steer.coefficient * ((steer.target or 0.0) - stream @ unit) * unit,
+                "ablate": stream - steer.coefficient * (stream @ unit) * unit,
+                "replace": steer.coefficient * vector,
+            }[steer.method]
+            keeps = steer.preserve_norm and after.norm() > LEAST_RELATIVE_NORM * stream.norm()
+            after = after * stream.norm() / after.norm() if keeps else after
+            if position >= self.seen:
+                self.steered_tokens[i] += 1
+                self.dose[i] = max(self.dose[i], float((after - stream).norm() / stream.norm()))
+            stream = after
+        return stream
+
+    def attention(self, position: int, layer: int, head: int) -> list[float]:
+        query = WORLD.query(self.index, position, layer).view(SHAPE.query_heads, -1)[head]
+        keys = [WORLD.key(self.index, t, layer).view(SHAPE.key_heads, -1)[0] for t in range(position + 1)]
+        exps = [math.exp(SHAPE.scale * float(query @ key)) for key in keys]
+        return [x / sum(exps) for x in exps]
+
+    def wanted(self, capture: Capture, until: int) -> list[int]:
+        """Every token below ``until`` that a capture reads."""
+        rules = {
+            "last_prompt": lambda p: p == self.prompt_len - 1,
+            "prompt": lambda p: p < self.prompt_len,
+            "generated": lambda p: p >= self.prompt_len,
+            "all": lambda p: True,
+        }
+        rule = rules[capture.positions] if isinstance(capture.positions, str) else lambda p: p == 0
+        return [p for p in range(until) if rule(p)]
+
+    def end_step(self, computed: int, bank: torch.Tensor) -> None:
+        """Gates look at the rows that this step read for the first time; a mean is there when the prompt is."""
+        for i, steer in enumerate(self.spec.steer):
+            gate = steer.gate
+            if gate is None or i in self.opened:
+                continue
+            capture = self.spec.captures[gate.readout]
+            new = [p for p in self.wanted(capture, computed) if p >= self.seen]
+            if isinstance(capture, ProbeCapture):
+                values = [float(PROBE.logits(self.stream_at(p, PROBE_LAYERS["risk"], bank))[0]) for p in new]
+            elif capture.positions == "generated":
+                values = [self.mass(capture, p) for p in new]
+            else:
+                ended = self.seen < self.prompt_len <= computed
+                read = self.wanted(capture, self.prompt_len)
+                values = [sum(self.mass(capture, p) for p in read) / len(read)] if ended else []
+            if any(gate.opens(value) for value in values):
+                self.opened[i] = max(computed, self.prompt_len)
+        self.seen = max(self.seen, computed)
+
+    def stream_at(self, position: int, layer: int, bank: torch.Tensor) -> torch.Tensor:
+        again = Slow(self.index, self.spec, self.prompt_len, opened=dict(self.opened))
+        return again.steered(position, layer, bank)
+
+    def mass(self, capture: AttentionCapture, position: int) -> float:
+        """On the span, which is the first token, as the mean over heads."""
+        return sum(self.attention(position, n, h)[0] for n, h in capture.heads) / len(capture.heads)
 
 
 def view(batch: list[tuple[int, int]], computed: list[int], prompt_lens: list[int]) -> BatchView:
@@ -110,6 +228,29 @@ def view(batch: list[tuple[int, int]], computed: list[int], prompt_lens: list[in
     before = [computed[i] for i, _ in batch]
     samples = [computed[i] + n >= prompt_lens[i] for i, n in batch]
     return BatchView([f"r{i}" for i, _ in batch], starts, np.asarray(before, np.int32), np.asarray(samples))
+
+
+def run_step(buffers: TapBuffers, batch: list[tuple[int, int]], computed: list[int], slow: dict[int, Slow]) -> None:
+    """The ops, as the model would call them, and every steered row against the slow walk."""
+    tokens = [(i, computed[i] + j) for i, length in batch for j in range(length)]
+    bank = buffers.steer[1].bank
+    for layer in LAYERS:
+        hidden = torch.stack([WORLD.stream(i, p, layer) for i, p in tokens])
+        residual = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+        hidden -= residual
+        tap = buffers.steer[layer]
+        torch.ops.mia.steer_rows(
+            hidden, residual, tap.rows, tap.slots, tap.modes, tap.coefficients, tap.targets, tap.keep_norm,
+            tap.bounds, bank, tap.dose_limit, tap.doses,
+        )  # fmt: skip
+        expected = [slow[i].steered(p, layer, bank) if i in slow else WORLD.stream(i, p, layer) for i, p in tokens]
+        torch.testing.assert_close(hidden + residual, torch.stack(expected), rtol=1e-4, atol=1e-4)
+        for source, addend, gather in (
+            (hidden, residual, buffers.hidden[layer]),
+            (torch.stack([WORLD.query(i, p, layer) for i, p in tokens]), None, buffers.query[layer]),
+            (torch.stack([WORLD.key(i, p, layer) for i, p in tokens]), None, buffers.key[layer]),
+        ):
+            torch.ops.mia.gather_rows(source, addend, gather.rows, gather.count, gather.out)
 
 
 REPLACED_THEN_ABLATED = MiaSpec.model_validate(
@@ -130,72 +271,95 @@ REPLACED_THEN_ABLATED = MiaSpec.model_validate(
 """Nothing is left of the stream after it: what rounding leaves must not be blown up to the old norm."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example([(REPLACED_THEN_ABLATED, 1)], [[2, 0, 0, 0, 0]])
-@given(requests, st.lists(st.lists(st.integers(0, 5), min_size=5, max_size=5), min_size=1, max_size=6))
-def test_every_step_routes_what_a_walk_over_single_tokens_would(
+@given(requests, steps_of_five)
+def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
     asked: list[tuple[MiaSpec | None, int]], steps: list[list[int]]
 ) -> None:
     router, buffers = make_router()
+    reader = Reader(router, buffers, {"risk": PROBE})
     bank = buffers.steer[1].bank
-    generator = torch.Generator().manual_seed(0)
     prompt_lens = [prompt_len for _, prompt_len in asked]
     computed = [0] * len(asked)
-    gathered: dict[tuple[int, str], list[int]] = defaultdict(list)
-    ended: list[int] = []
-    for i, (spec, prompt_len) in enumerate(asked):
-        if spec is not None:
-            router.add(f"r{i}", spec, prompt_len)
+    slow = {i: Slow(i, spec, length) for i, (spec, length) in enumerate(asked) if spec is not None and spec.asks}
+    got: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    reports: dict[int, Any] = {}
+    for i, one in slow.items():
+        router.add(f"r{i}", one.spec, one.prompt_len)
     for step in steps:
-        batch = [(i, n) for i, n in enumerate(step[: len(asked)]) if n]
+        computed = [0 if step[i] == AGAIN else n for i, n in enumerate(computed)]
+        batch = [(i, n) for i, n in enumerate(step[: len(asked)]) if n > 0]
         if not batch:
             continue
-        seen = view(batch, computed, prompt_lens)
-        plan = router.fill(seen) or StepPlan()
-
-        for layer in LAYERS:
-            hidden, residual = torch.randn(2, int(seen.starts[-1]), HIDDEN_SIZE, generator=generator)
-            reference = hidden + residual
-            for k, (i, length) in enumerate(batch):
-                spec, prompt_len = asked[i]
-                for j in range(length if spec is not None else 0):
-                    row = int(seen.starts[k]) + j
-                    reference[row] = steered(reference[row], spec, prompt_len, computed[i] + j, layer, bank)
-            tap = buffers.steer[layer]
-            torch.ops.mia.steer_rows(
-                hidden, residual, tap.rows, tap.slots, tap.modes, tap.coefficients, tap.targets, tap.keep_norm,
-                tap.bounds, bank,
-            )  # fmt: skip
-            torch.testing.assert_close(hidden + residual, reference, rtol=1e-4, atol=1e-4)
-
-        row_of = {
-            (i, computed[i] + j): int(seen.starts[k]) + j for k, (i, length) in enumerate(batch) for j in range(length)
-        }
-        for chunk in plan.row_chunks:
-            i = int(chunk.request_id[1:])
-            for j in range(chunk.length):
-                assert int(buffers.hidden[chunk.layer].rows[chunk.slot + j]) == row_of[i, chunk.start + j]
-                gathered[i, chunk.capture].append(chunk.start + j)
-        for key_chunk in plan.key_chunks:
-            i = int(key_chunk.request_id[1:])
-            assert key_chunk.start + key_chunk.length <= prompt_lens[i]
-            for layer, slot in key_chunk.slots.items():
-                rows = buffers.key[layer].rows[slot : slot + key_chunk.length].tolist()
-                assert rows == [row_of[i, key_chunk.start + j] for j in range(key_chunk.length)]
-        for request_id, slots in plan.prompts_ended.items():
+        plan = router.fill(view(batch, computed, prompt_lens))
+        run_step(buffers, batch, computed, slow)
+        for request_id, reading in (reader.read(plan) if plan is not None else {}).items():
             i = int(request_id[1:])
-            ended.append(i)
-            assert request_id in plan.sampled
-            for layer, slot in slots.items():
-                assert int(buffers.query[layer].rows[slot]) == row_of[i, prompt_lens[i] - 1]
+            for name, item in ((reading.prompt or {}) | reading.grown).items():
+                got[i][name].append(item)
+            reports[i] = reading.steering
         for i, length in batch:
             computed[i] += length
+            if i in slow:
+                slow[i].end_step(computed[i], bank)
 
-    for i, (spec, prompt_len) in enumerate(asked):
-        asks = spec is not None and bool(spec.hidden or spec.attention)
-        assert ended.count(i) == (1 if asks and computed[i] >= prompt_len else 0)
-        for name, capture in spec.hidden.items() if spec is not None else ():
-            assert gathered[i, name] == wanted_positions(capture, prompt_len, computed[i])
+    for i, one in slow.items():
+        assert router.requests[f"r{i}"].failed == {}
+        for name, capture in one.spec.captures.items():
+            check_readout(one, capture, got[i][name], bank)
+        if one.spec.steer and i in reports and one.seen == computed[i] and computed[i] >= one.prompt_len:
+            for j, report in enumerate(reports[i]):
+                assert report.steered_tokens == one.steered_tokens[j]
+                assert report.relative_dose == pytest.approx(one.dose[j], rel=1e-3, abs=1e-5)
+                assert report.opened_at == one.opened.get(j)
+        router.remove(f"r{i}")
+    assert router._host_bytes == 0
+
+
+def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Tensor) -> None:
+    """What came of one capture, put together, is the slow walk's; nothing twice, nothing missing that was due."""
+    grows = generates(capture)
+    read = one.wanted(capture, one.seen if grows else one.prompt_len)
+    if one.seen < one.prompt_len or (grows and not parts):
+        assert parts == []
+        return
+    assert grows or len(parts) == 1
+    item = join(parts) if grows else parts[0]
+    assert item.status == "complete"
+    if grows:
+        # What the last step read leaves with the request's next output, when it did not sample one itself.
+        read = read[: len(item.positions)]
+    if isinstance(item, HiddenReadout):
+        np.testing.assert_allclose(item.values, one.stream_at(read[0], item.layer, bank), rtol=1e-4, atol=1e-4)
+        assert item.position == read[0]
+        return
+    assert list(item.positions) == read
+    if isinstance(item, RowsReadout):
+        rows = torch.stack([one.stream_at(p, item.layer, bank) for p in read])
+        np.testing.assert_allclose(item.values, rows, rtol=1e-4, atol=1e-4)
+    elif isinstance(item, ProbeReadout):
+        rows = torch.stack([one.stream_at(p, PROBE_LAYERS["risk"], bank) for p in read])
+        np.testing.assert_allclose(item.logits, PROBE.logits(rows), rtol=1e-3, atol=1e-3)
+    elif isinstance(item, QKReadout):
+        for layer, queries in item.queries.items():
+            heads = [h for n, h in item.heads if n == layer]
+            rows = torch.stack([WORLD.query(one.index, p, layer).view(SHAPE.query_heads, -1)[heads] for p in read])
+            np.testing.assert_array_equal(queries, rows)
+            keys = torch.stack([WORLD.key(one.index, t, layer) for t in range(len(item.keys[layer]))])
+            np.testing.assert_array_equal(item.keys[layer], keys.view(-1, SHAPE.key_heads, SHAPE.head_size))
+            assert len(item.keys[layer]) >= (read[-1] + 1 if grows else one.prompt_len)
+    else:
+        weights = np.zeros((len(read), len(item.heads), max(read[-1] + 1, one.prompt_len)))
+        for r, position in enumerate(read):
+            for column, (layer, head) in enumerate(item.heads):
+                weights[r, column, : position + 1] = one.attention(position, layer, head)
+        if isinstance(item, AttentionReadout):
+            weights = weights.mean(axis=0)
+        np.testing.assert_allclose(item.mass["s"], weights[..., 0], atol=1e-5)
+        if capture.weights:
+            np.testing.assert_allclose(item.weights, weights[..., : item.weights.shape[-1]], atol=1e-5)
+            assert item.weights.shape[-1] >= read[-1] + 1
 
 
 def test_tokens_computed_again_after_preemption_are_not_gathered_twice() -> None:
@@ -223,7 +387,7 @@ def test_rows_that_the_prefix_cache_skipped_or_that_find_no_space_fail_their_cap
     router.add("r1", MiaSpec.model_validate({"hidden": {"h": captures["all"]}}), 3)
     plan = router.fill(view([(0, 3), (1, 3)], [0, 0], [3, 3]))
     assert router.requests["r0"].failed == {}
-    assert router.requests["r1"].failed == {"h": NO_ROWS}
+    assert router.requests["r1"].failed == {"h": NO_HIDDEN_ROWS}
     assert [chunk.request_id for chunk in plan.row_chunks] == ["r0"]
 
 

@@ -32,7 +32,10 @@ def renderer(template: str) -> Callable[[list[dict]], str]:
 def shown(template: str, messages: list[dict]) -> list[tuple[str, list[str]]]:
     render = renderer(template)
     prompt = render(messages)
-    return [(m.role, [prompt[a:b] for a, b in m.ranges]) for m in locate_messages(messages, prompt, render)]
+    return [
+        (m.role, [prompt[part[0] : part[1]] for part in m.parts if part is not None])
+        for m in locate_messages(messages, prompt, render)
+    ]
 
 
 CHAT = [
@@ -64,6 +67,9 @@ def test_text_parts_are_found_one_by_one() -> None:
     template = "{% for m in messages %}{% for p in m.content %}({{ p.text }}){% endfor %}\n{% endfor %}"
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert shown(template, messages) == [("user", ["a", "b"])]
+    messages[0]["content"].insert(1, {"type": "image_url", "image_url": {"url": "x"}})
+    located = locate_messages(messages, renderer(template)(messages), renderer(template))
+    assert [select(f"user.part.{i}", located) for i in range(3)] == [[(1, 2)], [], [(6, 7)]]
 
 
 @pytest.mark.parametrize("template", [SHOUTS, REPEATS, DEPENDS])
@@ -92,11 +98,14 @@ def test_every_located_range_is_the_message_itself(turns: list[tuple[str, str]])
         ("message.0", [0]),
         ("message.-1", [3]),
         ("message.9", []),
+        ("user.part.0", [1, 3]),
+        ("user.last.part.-1", [3]),
+        ("message.0.part.1", []),
     ],
 )
 def test_selectors_name_messages(selector: str, indices: list[int]) -> None:
     located = [LocatedMessage(m["role"], ((i, i + 1),)) for i, m in enumerate(CHAT)]
-    assert select(selector, located) == [located[i] for i in indices]
+    assert select(selector, located) == [(i, i + 1) for i in indices]
 
 
 def test_tokens_that_touch_a_range_belong_to_it_and_empty_tokens_do_not() -> None:

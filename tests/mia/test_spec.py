@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guard.mia.engine_config import EngineConfig
-from guard.mia.spec import MAX_SPEC_BYTES, MiaSpec, SpecError, parse_spec
+from guard.mia.spec import MAX_CAPTURES, MAX_SPEC_BYTES, MiaSpec, SpecError, parse_spec
 
 FULL = {
     "spans": {"instruction": "system", "data": ["user.last", "tool"], "head": {"tokens": [[0, 4]]}},
@@ -25,6 +25,11 @@ def test_a_full_spec_survives_the_wire() -> None:
     assert parse_spec(spec.to_wire()) == spec
 
 
+GATE = {"readout": "risk", "above": 0.5}
+GATED = {"vector": "v", "layer": 2, "coefficient": 1, "phase": "decode", "gate": GATE}
+RISK = {"risk": {"probe": "x"}}
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -32,13 +37,27 @@ def test_a_full_spec_survives_the_wire() -> None:
         ({"hidden": {"h": {"layer": -1}}}, "mia.hidden.h.layer"),
         ({"hidden": {"h": {"layer": 3, "position": "first"}}}, "mia.hidden.h.position"),
         ({"hidden": {"h": {"layer": 3, "positions": "first"}}}, "mia.hidden.h.positions"),
-        ({"hidden": {"h": {"layer": 3, "positions": {"span": "nowhere"}}}}, "mia"),
+        ({"hidden": {"h": {"layer": 3, "positions": {"span": "nowhere"}}}}, "mia.hidden.h"),
         ({"hidden": {"h": {"layer": 3, "positions": {"tokens": [[3, 2]]}}}}, "mia.hidden.h.positions"),
         ({"hidden": {"bad name!": {"layer": 3}}}, "mia.hidden.bad name!"),
         ({"attention": {"focus": {"heads": [], "spans": ["data"]}}}, "mia.attention.focus.heads"),
-        ({"attention": {"focus": {"heads": [[2, 0]]}}}, "mia"),
+        ({"attention": {"focus": {"heads": [[2, 0]]}}}, "mia.attention.focus"),
         ({"attention": {"focus": {"heads": [[0, 1]], "spans": ["data"]}}}, "mia.attention.focus.heads.0.0"),
-        ({"attention": {"focus": {"heads": [[2, 1]], "spans": ["nowhere"]}}}, "mia"),
+        ({"attention": {"focus": {"heads": [[2, 1]], "spans": ["nowhere"]}}}, "mia.attention.focus"),
+        ({"attention": {"focus": {"heads": [[2, 1]], "positions": "all", "weights": True}}}, "mia.attention.focus.pos"),
+        ({"attention": {"focus": {"heads": [[2, 1]], "position": "last", "weights": True}}}, "mia.attention.focus.pos"),
+        ({"probes": {"p": {"probe": "../x"}}}, "mia.probes.p.probe"),
+        ({"probes": {"p": {"probe": "x", "positions": {"span": "nowhere"}}}}, "mia.probes.p"),
+        ({"qk": {"q": {"heads": [[2, 1]], "positions": {"span": "nowhere"}}}}, "mia.qk.q"),
+        ({"qk": {"q": {"heads": [[2]]}}}, "mia.qk.q.heads.0"),
+        ({"steer": [GATED]}, "mia.steer.0.gate.readout"),
+        ({"steer": [GATED | {"phase": "both"}], "probes": RISK}, "mia.steer.0"),
+        ({"steer": [GATED | {"gate": {"readout": "risk"}}], "probes": RISK}, "mia.steer.0.gate"),
+        ({"steer": [GATED | {"gate": GATE | {"span": "data"}}], "probes": RISK}, "mia.steer.0.gate.readout"),
+        ({"steer": [GATED | {"gate": GATE | {"readout": "focus"}}]}, "mia.steer.0.gate.span"),
+        ({"steer": [GATED | {"gate": GATE | {"below": 1}}], "probes": RISK}, "mia.steer.0.gate"),
+        ({"probes": {"h": {"probe": "x"}}}, "mia.hidden.h"),
+        ({"spans": {"data": "user.part"}}, "mia.spans"),
         ({"spans": {"data": "User says"}}, "mia.spans"),
         ({"spans": {"data": {"tokens": [[4, 4]]}}}, "mia.spans.data"),
         ({"steer": [{"vector": "../x", "layer": 2, "coefficient": 1}]}, "mia.steer.0.vector"),
@@ -48,9 +67,9 @@ def test_a_full_spec_survives_the_wire() -> None:
         ({"steer": [{"vector": "v", "layer": 2, "coefficient": 1, "method": "rotate"}]}, "mia.steer.0.method"),
         ({"steer": [{"vector": "v", "layer": 2, "coefficient": 1, "positions": "some"}]}, "mia.steer.0.positions"),
         ({"steer": [{"vector": "v", "layer": 2, "coefficient": 1e9}]}, "mia.steer.0.coefficient"),
-        ({"steer": [{"vector": "v", "layer": 2, "coefficient": 1}] * 5}, "mia"),
-        ({"hidden": {"focus": {"layer": 3}}}, "mia"),
-        ({"hidden": {f"h{i}": {"layer": 3} for i in range(65)}}, "mia"),
+        ({"steer": [{"vector": "v", "layer": 2, "coefficient": 1}] * 5}, "mia.steer"),
+        ({"hidden": {"focus": {"layer": 3}}}, "mia.hidden.focus"),
+        ({"hidden": {f"h{i}": {"layer": 3} for i in range(MAX_CAPTURES + 1)}}, "mia"),
     ],
 )
 def test_a_mistake_is_refused_at_its_field(change: dict, param: str) -> None:

@@ -16,12 +16,12 @@ from vllm.logger import init_logger
 
 from guard.mia.buffers import StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
-from guard.mia.readouts import StepReading, read_step
-from guard.mia.results import Readouts, item_to_wire
+from guard.mia.probes import load_probes
+from guard.mia.readouts import Reader
 from guard.mia.routing import BatchView, Router, StepPlan
 from guard.mia.spec import parse_spec
 from guard.mia.steering import load_bank
-from guard.mia.taps import UnsupportedModelError, attention_shape, find_decoder, insert
+from guard.mia.taps import EMBEDDING, UnsupportedModelError, attention_shape, find_decoder, insert
 
 logger = init_logger("vllm.mia")
 
@@ -42,16 +42,21 @@ class Adapter:
         device: torch.device,
     ) -> None:
         decoder = find_decoder(model)
-        wanted = {*config.hidden_layers, *config.steering_layers, *(layer for layer, _ in config.attention_heads)}
+        wanted = {*config.steering_layers, *(layer for layer, _ in config.attention_heads)}
+        wanted |= set(config.tapped_layers) - {EMBEDDING}
         if unknown := sorted(wanted - decoder.blocks.keys()):
             raise UnsupportedModelError(f"mia names layers {unknown}; this model has blocks 1 to {len(decoder.blocks)}")
         shapes = {layer: attention_shape(decoder.attention[layer]) for layer, _ in config.attention_heads}
         if bad := [head for head in config.attention_heads if head[1] >= shapes[head[0]].query_heads]:
             raise UnsupportedModelError(f"mia names heads {bad} that this model does not have")
         hidden_size = vllm_config.model_config.get_hidden_size()
-        bank = load_bank(config.steering_folder, config.steering_vectors, hidden_size, device)
-        self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, bank.vectors, dtype)
-        self.router = Router(self.buffers, bank, config.max_host_bytes)
+        self.bank = load_bank(
+            config.steering_folder, config.steering_vectors, hidden_size, device, config.bank_capacity
+        )
+        probes = load_probes(config.probe_folder, config.probes, hidden_size, device)
+        self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, self.bank.vectors, dtype)
+        self.router = Router(self.buffers, self.bank, config.probes, config.max_host_bytes)
+        self._reader = Reader(self.router, self.buffers, probes)
         self._decoder = decoder
         self._plan: StepPlan | None = None
         self._started = False
@@ -74,10 +79,10 @@ class Adapter:
     def admit(self, request_id: str, sampling_params: Any, prompt_len: int) -> None:
         """A request is scheduled for the first time, or again after its preemption."""
         extra = sampling_params.extra_args if sampling_params is not None else None
-        if not extra or (text := extra.get("mia")) is None or request_id in self.router.requests:
+        if not extra or (asked := extra.get("mia")) is None or request_id in self.router.requests:
             return
         # Parsed and checked by the API server already: a failure here is a bug and may stop the engine.
-        spec = parse_spec(text)
+        spec = parse_spec(asked["spec"])
         if spec.asks:
             self.router.add(request_id, spec, prompt_len)
 
@@ -98,13 +103,26 @@ class Adapter:
         plan, self._plan = self._plan, None
         if plan is None:
             return {}
-        readings = read_step(self.router, self.buffers, plan)
-        return {
-            request_id: _reading_to_wire(reading, self.router.requests[request_id].prompt_len)
-            for request_id, reading in readings.items()
-        }
+        return {request_id: reading.to_wire() for request_id, reading in self._reader.read(plan).items()}
+
+    def vectors(self) -> dict[str, str]:
+        """Digests of the bank's vectors by name."""
+        return dict(self.bank.digests)
+
+    def load_vector(self, name: str) -> None:
+        """Raises ``VectorInUseError``, ``FullBankError`` or ``SteeringFolderError``."""
+        self._refuse_in_use(name)
+        self.bank.load(name)
+
+    def evict_vector(self, name: str) -> None:
+        """Raises ``VectorInUseError``, and ``KeyError`` when there is none of that name."""
+        self._refuse_in_use(name)
+        self.bank.evict(name)
+
+    def _refuse_in_use(self, name: str) -> None:
+        if any(steer.vector == name for tracked in self.router.requests.values() for steer in tracked.spec.steer):
+            raise VectorInUseError(f"steering vector {name!r} is in use by a running request")
 
 
-def _reading_to_wire(reading: StepReading, prompt_len: int) -> dict[str, Any]:
-    prompt = None if reading.prompt is None else Readouts(reading.prompt, prompt_tokens=prompt_len).to_wire()
-    return {"prompt": prompt, "grown": {name: item_to_wire(rows) for name, rows in reading.grown.items()}}
+class VectorInUseError(RuntimeError):
+    """A vector cannot change under a request that is steered by it."""

@@ -1,0 +1,82 @@
+"""Which of one request's tokens a capture reads or a steering changes, and where they lie in a step.
+
+Owns the arithmetic of token ranges. Knows no batch, no tap and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from guard.mia.spec import Capture, MiaSpec, SpanPositions, Steer, TokenRanges
+
+ENDLESS = 2**31
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens ``start:start + length`` of one request, in the step's rows from ``row`` on. False when empty."""
+
+    row: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def clip(self, start: int, end: int) -> Window:
+        """The part inside ``[start, end)``."""
+        begin, stop = max(start, self.start), min(end, self.end)
+        return Window(self.row + begin - self.start, begin, max(0, stop - begin))
+
+    def __bool__(self) -> bool:
+        return self.length > 0
+
+
+def merged(ranges: TokenRanges) -> list[tuple[int, int]]:
+    """The same tokens in ranges that are in order and do not overlap."""
+    out: list[tuple[int, int]] = []
+    for start, end in sorted(ranges.tokens):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((start, end))
+    return out
+
+
+def intervals(capture: Capture, spec: MiaSpec, prompt_len: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of the tokens that a capture reads, in order and apart. Spans of ``spec`` are resolved."""
+    positions = capture.positions
+    if isinstance(positions, SpanPositions):
+        span = spec.spans[positions.span]
+        assert isinstance(span, TokenRanges)
+        positions = span
+    if isinstance(positions, TokenRanges):
+        yield from merged(positions)
+    elif positions == "last_prompt":
+        yield prompt_len - 1, prompt_len
+    elif positions == "prompt":
+        yield 0, prompt_len
+    else:
+        yield prompt_len if positions == "generated" else 0, ENDLESS
+
+
+def steered(steer: Steer, prompt_len: int, opened_at: int | None, rows: Window) -> list[Window]:
+    """The step's windows that ``steer`` acts on, in order and apart. ``opened_at``: from where its gate lets it."""
+    begin = prompt_len if steer.phase == "decode" else 0
+    end = prompt_len if steer.phase == "prefill" else ENDLESS
+    if steer.positions == "last":
+        begin = max(begin, prompt_len - 1)
+    if steer.gate is not None:
+        begin = ENDLESS if opened_at is None else max(begin, opened_at)
+    ranges = merged(steer.positions) if isinstance(steer.positions, TokenRanges) else [(0, ENDLESS)]
+    clipped = (rows.clip(max(begin, first), min(end, last)) for first, last in ranges)
+    return [window for window in clipped if window]
+
+
+def first_steered(spec: MiaSpec, prompt_len: int) -> int | None:
+    """The first token that a request's steering may change; None when it changes none."""
+    whole = Window(0, 0, ENDLESS)
+    windows = [w for one in spec.steer if one.coefficient != 0.0 for w in steered(one, prompt_len, 0, whole)]
+    return min((window.start for window in windows), default=None)
