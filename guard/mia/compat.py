@@ -73,7 +73,7 @@ class SteeringSection(_Model):
     phase: When | None = None
     positions: Literal["all_tokens", "last_token"] | None = None
 
-    @field_validator("optimal_layer", mode="plain")
+    @field_validator("optimal_layer", mode="before")
     @classmethod
     def _one_layer_is_a_list_of_one(cls, value: Any) -> Any:
         if value is None or value == "all":
@@ -166,10 +166,14 @@ class CompatConfig(_Model):
     """Layers to read, from 1; none named: all."""
     qk_layers: tuple[int, ...] = ()
     """Layers whose heads to read, from 0; none named: all."""
+    heads: Annotated[int, Field(ge=0)] = 0
+    """The model's query heads in a layer; found at start."""
     steering: SteeringSection | None = None
     """What a request's ``steer`` leaves out."""
     vectors: dict[Name, LoadedVector] = {}
     steering_folder: Path | None = None
+    artifact_folder: Path | None = None
+    """Where ``save_to_disk`` writes; None: such requests are refused."""
     aperture_bytes: Annotated[int, Field(ge=1)] = DEFAULT_APERTURE_BYTES
     file_format: Literal["safetensors", "pt"] = "safetensors"
     """Of what ``save_to_disk`` writes."""
@@ -206,6 +210,7 @@ def compat_from_environment(environment: Mapping[str, str]) -> CompatConfig | No
     return CompatConfig(
         uses=uses,
         aperture_bytes=_aperture_bytes(environment),
+        artifact_folder=Path(folder).absolute() if (folder := environment.get("MIA_APERTURE_DIR")) else None,
         file_format=file_format_of(environment),
         **steering,
     )
@@ -262,6 +267,7 @@ def engine_config(compat: CompatConfig, shape: ModelShape) -> EngineConfig:
         max_hidden_rows_per_step=hidden_rows if "hidden_states" in compat.uses else None,
         max_query_rows_per_step=query_rows if "qk" in compat.uses else None,
         max_host_bytes=compat.aperture_bytes,
+        artifact_folder=compat.artifact_folder,
     )
 
 

@@ -165,21 +165,28 @@ def spec_from_keys(
     """
     keys = _parse(RequestKeys, {key: value for key, value in given.items() if key in KEYS})
     if keys.save_to_disk and taps.artifact_folder is None:
-        raise SpecError("save_to_disk: this engine was started without artifact_folder", "save_to_disk")
-    attention, qk = _attention(keys, taps)
-    asked: dict[str, Any] = {
-        "hidden": _hidden(keys, taps),
-        "attention": attention,
-        "qk": qk,
-        "steer": _steer(keys, compat, taps.steering_layers, taps.steering_vectors if loaded is None else loaded),
-        "deliver": compat.file_format if keys.save_to_disk else "answer",
-    }
+        raise SpecError(
+            "save_to_disk: this engine was started without a folder for it (MIA_APERTURE_DIR, or artifact_folder)",
+            "save_to_disk",
+        )
     try:
-        return MiaSpec.model_validate(asked)
+        attention, qk = _attention(keys, compat, taps)
+        return MiaSpec(
+            hidden=_hidden(keys, taps),
+            attention=attention,
+            qk=qk,
+            steer=_steer(keys, compat, taps.steering_layers, taps.steering_vectors if loaded is None else loaded),
+            deliver=compat.file_format if keys.save_to_disk else "answer",
+        )
     except ValidationError as error:
+        # Only what is too much gets here: more layers or heads than one request may name.
         first = error.errors(include_url=False, include_input=False)[0]
-        key = "steer.optimal_layer" if first["loc"][:1] == ("steer",) else "output_hidden_states"
-        raise SpecError(f"{key}: {first['msg']}", key) from None
+        key = _KEY_OF.get(str(first["loc"][0]) if first["loc"] else "", "output_hidden_states")
+        raise SpecError(f"{key} {first['msg']}", key) from None
+
+
+_KEY_OF = {"heads": "output_qk", "steer": "steer.optimal_layer", "layer": "steer.optimal_layer"}
+"""By the field of ours that refuses: the key that it comes from."""
 
 
 def without_keys(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +200,8 @@ def _parse(model: type[Any], values: Mapping[str, Any], below: str = "") -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         path = ".".join([*([below] if below else []), str(first["loc"][0])])
-        raise SpecError(f"{path} {first['msg'].removeprefix('Value error, ')}", path) from None
+        reason = first["msg"].removeprefix("Value error, ").removeprefix(f"{path} ")
+        raise SpecError(f"{path} {reason}", path) from None
 
 
 def _refuse(key: str, missing: Sequence[Any], has: Sequence[Any]) -> NoReturn:
@@ -232,7 +240,9 @@ def _hidden(keys: RequestKeys, taps: EngineConfig) -> dict[str, HiddenCapture]:
     return captures
 
 
-def _attention(keys: RequestKeys, taps: EngineConfig) -> tuple[dict[str, AttentionCapture], dict[str, QKCapture]]:
+def _attention(
+    keys: RequestKeys, compat: CompatConfig, taps: EngineConfig
+) -> tuple[dict[str, AttentionCapture], dict[str, QKCapture]]:
     asked = keys.output_qk
     if asked is False:
         return {}, {}
@@ -248,6 +258,12 @@ def _attention(keys: RequestKeys, taps: EngineConfig) -> tuple[dict[str, Attenti
     if missing_heads := [[layer, head] for layer in named for head in named[layer] if head not in by_layer[layer]]:
         _refuse("output_qk", missing_heads, [[layer, head] for layer in named for head in by_layer[layer]][:8])
     # MIA gives whole layers, whichever heads were named: analyzers count heads in what they get.
+    if parts := [layer for layer in layers if len(by_layer[layer]) != compat.heads]:
+        raise SpecError(
+            f"output_qk reads whole layers, of which this engine reads only some heads: {parts[:8]}; ask for them with "
+            "mia",
+            "output_qk",
+        )
     heads = tuple((layer + 1, head) for layer in layers for head in by_layer[layer])
     positions = _positions(keys.hookq_mode, keys.hooks_on)
     if keys.qk_capture == "qk":

@@ -45,9 +45,11 @@ def _create_engine_config(original: Any, args: EngineArgs, *rest: Any, **kwargs:
     additional = config.additional_config
     compat = _compat(additional)
     if compat is not None and isinstance(additional, dict):
+        shape = _shape(config)
+        compat = compat.model_copy(update={"heads": shape.heads})
         ours = {ADDITIONAL_CONFIG_KEY: compat.model_dump(mode="json", exclude_defaults=True)}
         if "mia" not in additional and compat.uses:
-            ours["mia"] = engine_config(compat, _shape(config)).model_dump(mode="json", exclude_defaults=True)
+            ours["mia"] = engine_config(compat, shape).model_dump(mode="json", exclude_defaults=True)
         config.additional_config = {**additional, **ours}
     return config
 

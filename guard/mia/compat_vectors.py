@@ -38,9 +38,7 @@ def convert_vector(path: Path) -> tuple[str, Path, float | None]:
     direction = _tensor(path, contents.get(DIRECTION, contents.get(TENSOR_NAME)))
     target = contents.get(TARGET)
     has_unit_length = abs(float(direction.norm()) - 1.0) <= UNIT_TOLERANCE
-    avg_proj = (
-        float(np.asarray(target, dtype=np.float64).reshape(())) if target is not None and has_unit_length else None
-    )
+    avg_proj = _number(path, target) if target is not None and has_unit_length else None
     name = re.sub(r"[^A-Za-z0-9_.\-]", "_", path.stem)[:64]
     data = save({TENSOR_NAME: direction})
     folder = cache_folder() / "steering" / hashlib.sha256(data).hexdigest()[:32]

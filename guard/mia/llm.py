@@ -20,6 +20,7 @@ from guard.mia.compat import (
     CompatConfig,
     CompatError,
     ModelConfig,
+    compat_of,
     file_format_of,
     load_steering,
     parse_uses,
@@ -96,16 +97,16 @@ class MiaLLM:
         from vllm import LLM
 
         vllm_args.setdefault("enforce_eager", True)
-        if engine_config is None:
-            additional = {ADDITIONAL_CONFIG_KEY: setup.compat.model_dump(mode="json", exclude_defaults=True)}
-        else:
-            additional = {"mia": engine_config.model_dump(mode="json")}
+        additional = {ADDITIONAL_CONFIG_KEY: setup.compat.model_dump(mode="json", exclude_defaults=True)}
+        if engine_config is not None:
+            additional["mia"] = engine_config.model_dump(mode="json")
         self.llm = LLM(model=str(model), additional_config=additional, **vllm_args)
-        started = configured(self.llm.llm_engine.vllm_config.additional_config)
-        if started is None:
+        started = self.llm.llm_engine.vllm_config.additional_config
+        taps, compat = configured(started), compat_of(started)
+        if taps is None or compat is None:
             raise CompatError("vLLM did not load the plugin mia: VLLM_PLUGINS must be unset, or name it")
-        self.engine_config = started
-        self._compat = setup.compat
+        self.engine_config = taps
+        self._compat = compat
         self._request_keys = setup.request_keys if enable_hook else {}
         self._last_run: tuple[str, Any] | None = None
         self._ids = itertools.count()

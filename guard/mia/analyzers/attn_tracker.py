@@ -104,19 +104,18 @@ def last_token_attention(entry: Mapping[str, Any], request: int) -> torch.Tensor
     heads, kv_heads = entry["heads"], entry["kv_heads"]
     query = row.view(len(heads), -1)
     key = keys[:tokens].view(tokens, len(kv_heads), -1)
-    key_of = _key_heads(heads, kv_heads)
+    key_of = _key_heads(heads, kv_heads, entry.get("group"))
     logits = torch.einsum("hd,thd->ht", query, key[:, key_of]) * entry["scale"]
     return torch.softmax(logits, dim=-1)
 
 
-def _key_heads(heads: Sequence[int], kv_heads: Sequence[int]) -> list[int]:
-    """For each query head, where its key head is among ``kv_heads``.
+def _key_heads(heads: Sequence[int], kv_heads: Sequence[int], group: int | None) -> list[int]:
+    """For each query head, where its key head is among ``kv_heads``; ``group`` query heads share one.
 
-    A readout names both but not how many query heads share a key head; where only some heads of a layer were read, that
-    may not follow.
+    Where only some heads of a layer were read, how many share one may not follow from what was read.
     """
-    groups = range(1, max(heads) + 2)
-    fitting = [key_of for group in groups if set(key_of := [head // group for head in heads]) == set(kv_heads)]
+    groups = range(1, max(heads) + 2) if group is None else (group,)
+    fitting = [key_of for size in groups if set(key_of := [head // size for head in heads]) == set(kv_heads)]
     places = {tuple(list(kv_heads).index(key) for key in key_of) for key_of in fitting}
     if len(places) != 1:
         raise MissingReadoutError(
