@@ -31,6 +31,7 @@ from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.registry import Analyzer, make_analyzer
 from guard.mia.results import Readout, Readouts
 from guard.mia.spec import MiaSpec
+from guard.mia.vectors import VectorError
 from guard.paths import cache_folder
 
 if TYPE_CHECKING:
@@ -140,15 +141,16 @@ class MiaLLM:
         specs = [spec] * len(conversations) if isinstance(spec, MiaSpec) else list(spec)
         if len(specs) != len(conversations):
             raise ValueError(f"{len(specs)} specs for {len(conversations)} conversations")
+        vectors = self.vectors() if any(one.steer for one in specs) else {}
         for one in specs:
-            self.engine_config.check(one)
+            self.engine_config.check(one, vectors)
         renderer = self.llm.renderer
         chat_params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
         tokenize = replace(renderer.default_chat_tok_params, return_token_offsets=True)
         contexts: dict[str, RequestContext] = {}
         with self._whole_batch() as add:
             for conversation, one in zip(conversations, specs, strict=True):
-                context = RequestContext(one)
+                context = RequestContext(one, vectors)
                 with active(context):
                     _, (rendered,) = renderer.render_chat([list(conversation)], chat_params, tokenize)
                     request_id = add(rendered, SamplingParams(**{"temperature": 0.0, **sampling}), context)
@@ -189,12 +191,13 @@ class MiaLLM:
             check_run_id(run_id)
         asked = prompt_to_seq(prompts)
         params = self._sampling_params(sampling_params, sampling, len(asked))
-        specs = [self._spec(one.extra_args or {}) if use_hook else None for one in params]
+        vectors = self.vectors()
+        specs = [self._spec(one.extra_args or {}, vectors) if use_hook else None for one in params]
         save_to_disk = save_to_disk or any((one.extra_args or {}).get("save_to_disk") for one in params)
         contexts: dict[str, RequestContext | None] = {}
         with self._whole_batch() as add:
             for prompt, one, spec in zip(asked, params, specs, strict=True):
-                context = None if spec is None else RequestContext(spec)
+                context = None if spec is None else RequestContext(spec, vectors)
                 one.extra_args = without_keys(one.extra_args or {}) or None
                 (rendered,) = self.llm.renderer.render_cmpl([parse_model_prompt(self.llm.model_config, prompt)])
                 with nullcontext() if context is None else active(context):
@@ -217,6 +220,25 @@ class MiaLLM:
         if probes is None and self._last_run is not None and run_id in (None, self._last_run[0]):
             run_id, probes = self._last_run
         return self.analyzer.analyze(analyzer_spec, run_id=run_id, probes=probes)
+
+    def vectors(self) -> dict[str, str]:
+        """Digests of the engine's steering vectors by name."""
+        digests: dict[str, str] = self.llm.collective_rpc("mia_vectors")[0]
+        return digests
+
+    def load_vector(self, name: str) -> None:
+        """Load ``NAME.safetensors`` from the steering folder, or load it again. Raises ``VectorError``."""
+        self._change_vectors("mia_load_vector", name)
+
+    def evict_vector(self, name: str) -> None:
+        """Forget a steering vector. Raises ``VectorError``."""
+        if name not in self.vectors():
+            raise VectorError("unknown", f"there is no steering vector {name!r}")
+        self._change_vectors("mia_evict_vector", name)
+
+    def _change_vectors(self, method: str, name: str) -> None:
+        if refused := [answer for answer in self.llm.collective_rpc(method, args=(name,)) if answer is not None]:
+            raise VectorError(*refused[0])
 
     def close(self) -> None:
         """Stop the engine's processes."""
@@ -245,7 +267,7 @@ class MiaLLM:
             one.output_kind = RequestOutputKind.FINAL_ONLY
         return params
 
-    def _spec(self, extra_args: dict[str, Any]) -> MiaSpec | None:
+    def _spec(self, extra_args: dict[str, Any], vectors: dict[str, str]) -> MiaSpec | None:
         """What one request asks for: the config file's keys, and over them its own."""
         here = {"save_to_disk", "run_id"}
         own = {key: value for key, value in extra_args.items() if key not in here}
@@ -253,7 +275,7 @@ class MiaLLM:
         if not asks(given):
             return None
         spec = requested_spec(given, self._compat, self.engine_config)
-        self.engine_config.check(spec)
+        self.engine_config.check(spec, vectors)
         return spec
 
     @contextmanager

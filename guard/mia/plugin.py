@@ -36,7 +36,7 @@ def register() -> None:
             "run this vLLM without mia"
         )
     from guard.mia import block_keys, compat_start, frontend
-    from guard.mia.runners import handover, v1, v2
+    from guard.mia.runners import handover, v1, v2, worker_calls
 
     compat_start.install()
     frontend.install()
@@ -44,4 +44,5 @@ def register() -> None:
     handover.install()
     v1.install()
     v2.install()
+    worker_calls.install()
     _installed = True

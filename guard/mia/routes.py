@@ -1,7 +1,6 @@
 """Routes that the aperture adds to vLLM's API server, as an official endpoint plugin.
 
-Loaded when ``VLLM_PLUGINS`` names ``mia``. The paths lie under ``/v1``, so vLLM's own ``--api-key`` covers them: it has
-checked the key before a route here is reached. Readouts are given to nobody when the server has no key to check.
+Loaded when ``VLLM_PLUGINS`` names ``mia``.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ import asyncio
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from vllm import envs
 
 from guard import __version__
+from guard.mia import access, vector_routes
+from guard.mia.access import needs_key, refusal
 from guard.mia.artifact_store import ArtifactNotFoundError, ArtifactStore, artifact_store
 from guard.mia.artifacts import TENSOR_FILES
 from guard.mia.engine_config import configured
@@ -28,10 +28,6 @@ CHUNK_BYTES = 256 * 1024
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 router = APIRouter(prefix="/v1/mia")
-
-
-class NoKeyError(Exception):
-    """The server was started without an API key, so it cannot know who asks for readouts."""
 
 
 @router.get("/capabilities")
@@ -51,27 +47,27 @@ async def capabilities(request: Request) -> dict[str, Any]:
 
 def _store(request: Request) -> ArtifactStore:
     """What every route below works on. Raises ``NoKeyError`` and ``ArtifactNotFoundError``."""
-    # The same keys, found the same way, as vLLM's own middleware.
-    if not any(request.app.state.args.api_key or [envs.VLLM_API_KEY]):
-        raise NoKeyError
+    needs_key(request)
     store = artifact_store(configured(request.app.state.vllm_config.additional_config))
     if store is None:
         raise ArtifactNotFoundError
     return store
 
 
+Store = Annotated[ArtifactStore, Depends(_store)]
+
 # Not async: each blocks on the disk, so it runs in a thread, and so do the iterators that it returns.
 
 
 @router.get(READOUTS + "/{artifact_id}")
-def readouts(artifact_id: str, store: ArtifactStore = Depends(_store)) -> StreamingResponse:  # noqa: B008
+def readouts(artifact_id: str, store: Store) -> StreamingResponse:
     """Readouts in the wire form that answers have, values and all."""
     pieces = store.json_with_values(artifact_id)
     return StreamingResponse(chain([next(pieces)], pieces), media_type="application/json", headers=HEADERS)
 
 
 @router.get(READOUTS + "/{artifact_id}/{name}")
-def readouts_file(artifact_id: str, name: str, store: ArtifactStore = Depends(_store)) -> StreamingResponse:  # noqa: B008
+def readouts_file(artifact_id: str, name: str, store: Store) -> StreamingResponse:
     """One of the artifact's files as it is on the disk."""
     file, size_bytes = store.open_file(artifact_id, name)
     media_type = "application/json" if name.endswith(".json") else "application/octet-stream"
@@ -80,13 +76,13 @@ def readouts_file(artifact_id: str, name: str, store: ArtifactStore = Depends(_s
 
 
 @router.delete(READOUTS + "/{artifact_id}")
-def remove_readouts(artifact_id: str, store: ArtifactStore = Depends(_store)) -> dict[str, Any]:  # noqa: B008
+def remove_readouts(artifact_id: str, store: Store) -> dict[str, Any]:
     store.remove(artifact_id)
     return {"object": "mia.readouts.deleted", "id": artifact_id, "deleted": True}
 
 
 @router.get(READOUTS + "{rest:path}", include_in_schema=False)
-def no_readouts(store: ArtifactStore = Depends(_store)) -> None:  # noqa: B008
+def no_readouts(store: Store) -> None:
     """Every other path below, so that it too is answered in OpenAI's shape."""
     raise ArtifactNotFoundError
 
@@ -97,17 +93,8 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
             yield chunk
 
 
-async def _no_key(_request: Request, _error: Exception) -> JSONResponse:
-    message = "readouts are read with a key, and this server has none: start vLLM with --api-key KEY or VLLM_API_KEY"
-    return _refusal(403, "permission_error", "no_api_key", message)
-
-
 async def _not_found(_request: Request, _error: Exception) -> JSONResponse:
-    return _refusal(404, "invalid_request_error", "readouts_not_found", "no such readouts, or they are too old")
-
-
-def _refusal(status: int, kind: str, code: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+    return refusal(404, "invalid_request_error", "readouts_not_found", "no such readouts, or they are too old")
 
 
 class MiaEndpoints:
@@ -118,7 +105,8 @@ class MiaEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
-        app.add_exception_handler(NoKeyError, _no_key)
+        access.attach(app)
+        vector_routes.attach(app)
         app.add_exception_handler(ArtifactNotFoundError, _not_found)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

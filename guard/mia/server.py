@@ -23,6 +23,7 @@ from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.frontend import RequestContext, active
 from guard.mia.results import EVENT_OBJECT, Readouts
 from guard.mia.spec import MiaSpec, SpecError
+from guard.mia.vector_routes import vectors_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -66,12 +67,14 @@ class MiaMiddleware:
                 self._taps = _config(scope["app"])
                 self._compat = compat_of(scope["app"].state.vllm_config.additional_config)
             spec = requested_spec(request["vllm_xargs"], self._compat, self._taps)
-            self._taps.check(spec)
+            vectors = vectors_of(scope["app"]) if spec.steer else None
+            digests = await vectors.digests() if vectors is not None else {}
+            self._taps.check(spec, digests)
             early = not request.get("stream") and (EARLY_HEADER, b"1") in scope["headers"]
             _check_compatible(request, spec, early)
         except SpecError as error:
             return await _send_error(send, error)
-        context = RequestContext(spec)
+        context = RequestContext(spec, digests, self._taps.max_host_bytes)
         if spec.needs_messages:
             request["return_token_offsets"] = True
         # The engine gets the very object that was checked, however the text spelt it.
@@ -81,7 +84,7 @@ class MiaMiddleware:
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         answer = _Answer(context, send, self._write_files(spec.deliver) if spec.deliver != "answer" else None)
-        with active(context):
+        with active(context), vectors.using(spec) if vectors is not None else contextlib.nullcontext():
             if early:
                 await answer.run_early(self.app(scope, _replay(body, receive), answer.send))
             else:
