@@ -129,7 +129,7 @@ def _walk(prompt: str, pieces: list[tuple[str, str]], texts: dict[str, str]) -> 
 
 
 def select(selector: str, messages: Sequence[LocatedMessage]) -> list[CharRange]:
-    """What a selector names, in order: ``ROLE``, ``ROLE.first``, ``ROLE.last`` or ``message.N``; with ``.part.N`` a part."""
+    """What a selector names, in order: ``ROLE``, ``ROLE.first``, ``ROLE.last`` or ``message.N``, or a part of these."""
     match = SELECTOR.fullmatch(selector)
     if match is None:
         raise SpanError(f"{selector!r} is not a selector")

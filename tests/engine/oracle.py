@@ -17,10 +17,17 @@ from tests.engine.tiny_models import save_tiny_model
 
 @dataclass
 class Reading:
-    """One prompt, by layer - 1. hidden: ``[tokens, hidden_size]`` after the block; attention: ``[heads, T, T]``."""
+    """One prompt, by layer - 1. hidden: ``[tokens, hidden_size]`` after the block; attention: ``[heads, T, T]``.
 
+    embedding: ``[tokens, hidden_size]`` on the way into the first block, transformers' ``hidden_states[0]``.
+    """
+
+    embedding: np.ndarray
     hidden: list[np.ndarray]
     attention: list[np.ndarray]
+
+    def stream(self, layer: int) -> np.ndarray:
+        return self.embedding if layer == 0 else self.hidden[layer - 1]
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,8 @@ def _read(folder: Path, prompts: list[list[int]], pushes: tuple[Push, ...]) -> l
     readings = []
     with torch.no_grad():
         for ids in prompts:
-            output = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
+            output = model(torch.tensor([ids]), output_attentions=True, output_hidden_states=True, use_cache=False)
             attention = [layer[0].numpy().copy() for layer in output.attentions]
-            readings.append(Reading([hidden[layer] for layer in range(1, layers + 1)], attention))
+            embedding = output.hidden_states[0][0].numpy().copy()
+            readings.append(Reading(embedding, [hidden[layer] for layer in range(1, layers + 1)], attention))
     return readings

@@ -108,21 +108,3 @@ class Adapter:
     def vectors(self) -> dict[str, str]:
         """Digests of the bank's vectors by name."""
         return dict(self.bank.digests)
-
-    def load_vector(self, name: str) -> None:
-        """Raises ``VectorInUseError``, ``FullBankError`` or ``SteeringFolderError``."""
-        self._refuse_in_use(name)
-        self.bank.load(name)
-
-    def evict_vector(self, name: str) -> None:
-        """Raises ``VectorInUseError``, and ``KeyError`` when there is none of that name."""
-        self._refuse_in_use(name)
-        self.bank.evict(name)
-
-    def _refuse_in_use(self, name: str) -> None:
-        if any(steer.vector == name for tracked in self.router.requests.values() for steer in tracked.spec.steer):
-            raise VectorInUseError(f"steering vector {name!r} is in use by a running request")
-
-
-class VectorInUseError(RuntimeError):
-    """A vector cannot change under a request that is steered by it."""
