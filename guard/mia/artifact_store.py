@@ -72,7 +72,7 @@ class Artifact:
 
 @dataclass
 class _Account:
-    """used_bytes: of whole artifacts and of those being written. counted_s: Unix time of the last count."""
+    """used_bytes: of whole artifacts and of those being written. counted_s: Unix time of the last count; 0 for none."""
 
     used_bytes: int = 0
     counted_s: float = 0.0
@@ -119,13 +119,14 @@ class ArtifactStore:
             for name, content in files.items():
                 _write_synced(writing / name, content)
             _sync_folder(writing)
-            writing.rename(whole)
+            with self._locked():  # whoever counts sees it once
+                writing.rename(whole)
             _sync_folder(self.folder)
             return Artifact(artifact_id, sizes, whole.stat().st_mtime + self.retention_s)
         except BaseException as error:
-            for left in (writing, whole):
-                shutil.rmtree(left, ignore_errors=True)
             with self._locked() as account:
+                for left in (writing, whole):
+                    shutil.rmtree(left, ignore_errors=True)
                 account.used_bytes -= taken
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise NoSpaceError("the artifact folder's disk is full") from error
@@ -174,7 +175,8 @@ class ArtifactStore:
 
     def _reserve(self, taken: int, writing: Path) -> None:
         with self._locked() as account:
-            if account.used_bytes + taken > self.max_bytes and account.age_s > RECOUNT_INTERVAL_S:
+            full = account.used_bytes + taken > self.max_bytes
+            if not account.counted_s or (full and account.age_s > RECOUNT_INTERVAL_S):
                 self._count(account)
             fits = account.used_bytes + taken <= self.max_bytes
             if fits:

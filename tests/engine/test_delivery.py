@@ -38,6 +38,7 @@ SPEC: dict[str, Any] = {
     "spans": {"start": {"tokens": [[0, 4]]}},
     "hidden": {"last": {"layer": 2}, "all": {"layer": 1, "positions": "all"}},
     "attention": {"a": {"heads": [[1, 0], [3, 2]], "spans": ["start"], "weights": True}},
+    "qk": {"q": {"heads": [[3, 2]]}},
 }
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
 

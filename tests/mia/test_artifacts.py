@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import resource
 import shutil
 import stat
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +29,16 @@ from guard.mia.artifact_store import (
     NoSpaceError,
 )
 from guard.mia.artifacts import CHUNK_BYTES, FileFormat, dropped, encode, load_artifact, without_values
-from guard.mia.results import AttentionReadout, HiddenReadout, Readouts, RowsReadout
+from guard.mia.results import (
+    AttentionReadout,
+    AttentionRowsReadout,
+    HiddenReadout,
+    ProbeReadout,
+    QKReadout,
+    Readouts,
+    RowsReadout,
+    SteeringReport,
+)
 
 FORMATS: tuple[FileFormat, ...] = ("safetensors", "pt")
 DAY_S = 86400.0
@@ -49,6 +61,18 @@ def readouts(count: int = 3, choice: int = 0) -> Readouts:
                 mass={"x": rows(2, 1)[:, 0], "y.values": rows(3, 1)[:2, 0]},
                 weights=rows(2, 9),
             ),
+            "p": ProbeReadout("complete", "danger", (4, 5), (7, 8), rows(2, 1)),
+            "g": AttentionRowsReadout("complete", ((1, 0),), (5,), (8,), {"x": rows(1, 1)}, rows(1, 6)[:, None]),
+            "q": QKReadout(
+                "complete",
+                ((12, 0),),
+                (5,),
+                (8,),
+                {12: rows(1, 4)[:, None]},
+                {12: rows(6, 4)[:, None]},
+                kv_heads={12: (0,)},
+                scale={12: 0.5},
+            ),
             "full": RowsReadout("dropped", 1, reason='no "space" {"tensor": "0/0/prompt/h/values"}'),
             "lost": AttentionReadout("unavailable", ((1, 0),), reason="no system message"),
         },
@@ -56,6 +80,7 @@ def readouts(count: int = 3, choice: int = 0) -> Readouts:
         prompt_tokens=9,
         prompt_index=1,
         choice_index=choice,
+        steering=(SteeringReport(3, 0.5, 1, 6),),
     )
 
 
@@ -72,6 +97,11 @@ def store(tmp_path: Path) -> ArtifactStore:
 
 def artifacts_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".account")
+
+
+def blocks(sizes: Iterable[int]) -> int:
+    """What files of these sizes and their folder take on a disk with blocks of 4 KiB."""
+    return 4096 * (1 + sum(math.ceil(size / 4096) for size in sizes))
 
 
 def age(store: ArtifactStore, name: str, age_s: float) -> None:
@@ -98,6 +128,7 @@ def test_the_tensor_files_are_plain_and_named_after_prompt_choice_stage_and_capt
     assert {name for name in plain if "/a/" in name} == {
         "1/0/prompt/a/mass/x", "1/0/prompt/a/mass/y.values", "1/0/prompt/a/weights",
     }  # fmt: skip
+    assert {name for name in plain if "/q/" in name} == {"1/0/prompt/q/queries/12", "1/0/prompt/q/keys/12"}
     np.testing.assert_array_equal(plain["1/0/prompt/r/values"], one.items["r"].values)
     np.testing.assert_array_equal(pickled["1/0/prompt/r/values"], one.items["r"].values)
 
@@ -142,7 +173,7 @@ def test_ids_cannot_be_guessed_and_differ(store: ArtifactStore) -> None:
 
 def test_a_full_folder_refuses_and_removes_nothing_that_is_younger_than_the_retention(store: ArtifactStore) -> None:
     first = store.write([readouts()], "safetensors")
-    store.max_bytes = 3 * 4096
+    store.max_bytes = 2 * blocks(first.files.values()) - 1
     before = artifacts_in(store.folder)
     with pytest.raises(NoSpaceError, match="max_artifact_bytes"):
         store.write([readouts()], "safetensors")
@@ -151,14 +182,15 @@ def test_a_full_folder_refuses_and_removes_nothing_that_is_younger_than_the_rete
 
 def test_what_is_older_than_the_retention_cannot_be_read_and_makes_room(store: ArtifactStore) -> None:
     old, young = (store.write([readouts()], "safetensors").id for _ in range(2))
+    store.max_bytes = 2 * blocks(one.stat().st_size for one in (store.folder / old).iterdir())
     age(store, old, DAY_S + 1)
     age(store, young, DAY_S - 60)
     with pytest.raises(ArtifactNotFoundError):
         b"".join(store.json_with_values(old))
     assert b"".join(store.json_with_values(young))
-    store.max_bytes = 2 * 3 * 4096
-    (store.folder / ".account").unlink()  # as when the last count was long ago
-    store.prepare()
+    with pytest.raises(NoSpaceError):
+        store.write([readouts()], "safetensors")  # the last count was just now
+    (store.folder / ".account").unlink()
     new = store.write([readouts()], "safetensors").id
     assert artifacts_in(store.folder) == sorted([young, new])
 
@@ -178,52 +210,58 @@ def test_cleaning_removes_old_artifacts_and_dead_writes_and_touches_nothing_else
     assert artifacts_in(store.folder) == sorted([alive, young, "somebody's folder"])
 
 
-def _write_many(folder: Path, max_bytes: int, count: int) -> int:
-    store, written = ArtifactStore(folder, max_bytes, DAY_S), 0
-    for _ in range(count):
-        try:
-            store.write([readouts()], "safetensors")
-            written += 1
-        except NoSpaceError:
-            pass
-    return written
+def _write_many(folder: Path, max_bytes: int) -> int:
+    """Eight threads write until nothing fits; returns how many they wrote."""
+    store = ArtifactStore(folder, max_bytes, DAY_S)
+
+    def write(_: int) -> int:
+        for written in itertools.count():
+            try:
+                store.write([readouts()], "safetensors")
+            except NoSpaceError:
+                return written
+        raise AssertionError
+
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(8) as threads:
+        return sum(threads.map(write, range(8)))
 
 
 def test_the_limit_holds_exactly_when_processes_and_threads_write_at_once(tmp_path: Path) -> None:
-    room = 25
-    max_bytes = room * 3 * 4096 + 4096  # a folder and two files, a block each
-    ArtifactStore(tmp_path, max_bytes, DAY_S).prepare()
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes, ThreadPoolExecutor(4) as threads:
-        writing = [pool.submit(_write_many, tmp_path, max_bytes, 10) for pool in (processes, threads) for _ in range(4)]
-        assert sum(one.result() for one in writing) == room
+    room = 100
+    ArtifactStore(tmp_path, 10**9, DAY_S).prepare()
+    first = ArtifactStore(tmp_path, 10**9, DAY_S).write([readouts()], "safetensors")
+    max_bytes = room * blocks(first.files.values())
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+        written = [processes.submit(_write_many, tmp_path, max_bytes) for _ in range(2)]
+        assert sum(one.result() for one in written) == room - 1
     assert len(artifacts_in(tmp_path)) == room
     assert all(load_artifact(tmp_path / name) for name in artifacts_in(tmp_path))
 
 
 def _write_with_a_limit_on_file_size(folder: Path) -> str:
+    """Write what is too large, and at once what fits only into its room; returns the second's id."""
+    large = encode([readouts(1000)], "safetensors")
+    store = ArtifactStore(folder, blocks(map(len, large.values())), DAY_S)
+    store.prepare()
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
-    store = ArtifactStore(folder, 10**7, DAY_S)
-    try:
+    with pytest.raises(OSError, match="File too large"):
         store.write([readouts(1000)], "safetensors")
-    except OSError as error:
-        assert artifacts_in(folder) == []
-        return str(store.write([readouts()], "safetensors").id or error)
-    return ""
+    assert artifacts_in(folder) == []
+    return store.write([readouts()], "safetensors").id
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit ends the process")
 def test_a_write_that_breaks_off_leaves_nothing_and_gives_its_room_back(store: ArtifactStore) -> None:
-    store.max_bytes = 80 * 4096  # room for the one that breaks off, and only once
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         written = pool.submit(_write_with_a_limit_on_file_size, store.folder).result()
     assert artifacts_in(store.folder) == [written]
-    store.write([readouts(1000)], "safetensors")
 
 
 def test_removing_gives_the_room_back_and_works_once(store: ArtifactStore) -> None:
-    store.max_bytes = 3 * 4096
     for _ in range(3):
         artifact = store.write([readouts()], "safetensors")
+        store.max_bytes = blocks(artifact.files.values())
         store.remove(artifact.id)
         with pytest.raises(ArtifactNotFoundError):
             store.remove(artifact.id)
