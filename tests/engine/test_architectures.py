@@ -33,7 +33,7 @@ SPEC = MiaSpec.model_validate(
     }
 )
 CONFIG = EngineConfig(
-    hidden_layers=LAYERS, attention_heads=HEADS, max_hidden_rows_per_step=128, max_query_rows_per_step=128
+    hidden_layers=LAYERS, attention_heads=HEADS, max_hidden_rows_per_step=128, max_query_rows_per_step=256
 )
 
 
@@ -97,6 +97,7 @@ def test_raw_queries_and_keys_give_the_models_attention(architecture: str, tmp_p
         for name, (positions, keys) in expected.items():
             got = answer.items[name]
             assert isinstance(got, QKReadout)
+            assert (got.status, got.reason) == ("complete", "")
             assert got.positions == tuple(positions)
             assert got.token_ids == tuple(ids[p] for p in positions)
             for layer in got.queries:
