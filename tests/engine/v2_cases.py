@@ -73,6 +73,21 @@ def test_every_choice_of_a_request_gets_the_rows_of_its_own_tokens(llm: MiaLLM, 
             assert np.linalg.norm(got.values - truth.hidden[1]) <= 1e-4 * np.linalg.norm(truth.hidden[1])
 
 
+def test_preempted_requests_go_on_where_they_were(folder: Path) -> None:
+    """This runner gets them as finished and then as new, with what they had generated as part of the prompt."""
+    block_bytes = 128 * 2 * 2 * 32 * 4 * 3
+    pool = {"kv_cache_memory_bytes": 8 * block_bytes, "disable_log_stats": False}
+    conversations = [[{"role": "user", "content": f"{n} " + "tell me a story " * (3 + n)}] for n in range(5)]
+    with engines.engine(folder, CONFIG, **pool) as llm:
+        answers = llm.chat(conversations, ALL_ROWS, max_tokens=150, ignore_eos=True)
+        assert next(m.value for m in llm.llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
+    texts = [answer.prompt_token_ids + answer.token_ids[:-1] for answer in answers]
+    for answer, text, truth in zip(answers, texts, oracle.read(folder, texts), strict=True):
+        got = answer.items["all"]
+        assert (got.status, got.positions, got.token_ids) == ("complete", tuple(range(len(text))), text)
+        assert np.linalg.norm(got.values - truth.hidden[1]) <= 1e-4 * np.linalg.norm(truth.hidden[1])
+
+
 def test_a_compiled_engine_is_refused(folder: Path) -> None:
     with (
         pytest.raises(UnsupportedModelError, match="--enforce-eager"),
