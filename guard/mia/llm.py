@@ -198,7 +198,9 @@ class MiaLLM:
         with self._whole_batch() as add:
             for prompt, one, spec in zip(asked, params, specs, strict=True):
                 context = None if spec is None else RequestContext(spec, vectors)
-                one.extra_args = without_keys(one.extra_args or {}) or None
+                others = without_keys(one.extra_args or {})
+                others.pop("mia", None)
+                one.extra_args = others or None
                 (rendered,) = self.llm.renderer.render_cmpl([parse_model_prompt(self.llm.model_config, prompt)])
                 with nullcontext() if context is None else active(context):
                     contexts[add(rendered, one, context)] = context
