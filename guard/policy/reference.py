@@ -36,6 +36,9 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`rules[].steer[]`", Steer),
 )
 
+NOT_IN_POLICIES = "gate"
+"""A field of steering that a request may have and a rule may not."""
+
 HEAD = """# Policy reference
 
 Generated from `guard/policy/schema.py` by `python -m guard.policy.reference`; do not edit. Unknown keys are errors.
@@ -50,7 +53,7 @@ def reference() -> str:
 def _section(title: str, model: type[BaseModel]) -> str:
     schema = model.model_json_schema()
     schema = schema.get("$defs", {}).get(model.__name__, schema)["properties"]
-    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    fields = {field.alias or name: field for name, field in model.model_fields.items() if name != NOT_IN_POLICIES}
     rows = [_row(name, field, schema[name]) for name, field in fields.items()]
     table = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
     return f"\n## {title}\n\n{_prose(model.__doc__ or '')}\n\n{table}\n"

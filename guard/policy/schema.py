@@ -160,6 +160,12 @@ class Rule(_Section):
             raise ValueError("action steer needs a list under steer, and only that action has one")
         return self
 
+    @model_validator(mode="after")
+    def _steering_has_no_gate(self) -> Self:
+        if any(steer.gate is not None for steer in self.steer):
+            raise ValueError("a gate names a request's own readouts, which the rules of a policy do not have")
+        return self
+
 
 class Policy(_Section):
     """One policy file."""

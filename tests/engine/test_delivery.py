@@ -7,80 +7,21 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
-import yarl
 
-from guard.engine_process import EngineError, EngineProcess, engine_command
-from guard.machine import free_port, vllm_build
+from guard.engine_process import EngineError, EngineProcess
 from guard.mia.artifacts import load_artifact, without_values
-from guard.mia.engine_config import EngineConfig
 from guard.mia.results import Readouts, array_from_wire
-from guard.models import ResolvedModel
-from tests.engine.tiny_models import save_tiny_model
+from tests.engine.conftest import START_LIMIT_S
+from tests.engine.server import CHAT, COMPLETIONS, KEY, MAX_BYTES, MESSAGES, RETENTION_S, Server, command, frames
 
 pytestmark = pytest.mark.engine
 
-KEY = "a key of the tests"
-START_LIMIT_S = 300.0
-MAX_BYTES = 2 * 1024 * 1024
-RETENTION_S = 40.0
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 READOUTS = "/v1/mia/readouts"
-
-SPEC: dict[str, Any] = {
-    "spans": {"start": {"tokens": [[0, 4]]}},
-    "hidden": {"last": {"layer": 2}, "all": {"layer": 1, "positions": "all"}},
-    "attention": {"a": {"heads": [[1, 0], [3, 2]], "spans": ["start"], "weights": True}},
-    "qk": {"q": {"heads": [[3, 2]]}},
-}
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
-
-
-@dataclass(frozen=True)
-class Server:
-    url: str
-    folder: Path
-
-    async def ask(
-        self, deliver: str = "answer", path: str = CHAT, headers: dict[str, str] | None = None, **fields: Any
-    ) -> tuple[int, bytes]:
-        """One request for ``SPEC``, greedy, of six tokens unless ``fields`` say otherwise."""
-        spec = fields.pop("spec", SPEC) | ({} if deliver == "answer" else {"deliver": deliver})
-        what = {"messages": MESSAGES} if path == CHAT and "messages" not in fields else {}
-        body = {"model": "tiny", "max_tokens": 6, "temperature": 0, "ignore_eos": True, **what, **fields}
-        return await self.request("POST", path, json=body | {"vllm_xargs": {"mia": json.dumps(spec)}}, headers=headers)
-
-    async def event(self, deliver: str = "answer", path: str = CHAT, **fields: Any) -> dict[str, Any]:
-        """What the answer says of readouts; those of a stream's frames together."""
-        status, raw = await self.ask(deliver, path, **fields)
-        assert status == 200, raw
-        if not fields.get("stream"):
-            return dict(json.loads(raw)["mia"])
-        events = [frame for frame in frames(raw) if frame.get("object") == "mia.readouts"]
-        return {**events[-1], "readouts": [one for event in events for one in event["readouts"]]}
-
-    async def request(
-        self, method: str, path: str, key: str | None = KEY, headers: dict[str, str] | None = None, **more: Any
-    ) -> tuple[int, bytes]:
-        headers = {**(headers or {}), **({"authorization": f"Bearer {key}"} if key else {})}
-        url = yarl.URL(self.url + path, encoded=True)
-        timeout = aiohttp.ClientTimeout(total=120)
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.request(method, url, headers=headers, **more) as answer,
-        ):
-            return answer.status, await answer.read()
-
-
-def frames(raw: bytes) -> list[Any]:
-    return [json.loads(f.removeprefix(b"data: ")) for f in raw.split(b"\n\n") if f.startswith(b"data: {")]
 
 
 def in_order(readouts: list[Any]) -> list[Readouts]:
@@ -108,45 +49,6 @@ def assert_close(got: Any, expected: Any) -> None:
 
 def wires(readouts: list[Readouts]) -> list[Any]:
     return [one.to_wire() for one in readouts]
-
-
-def command(folder: Path, artifacts: Path, *arguments: str) -> Any:
-    config = EngineConfig(
-        hidden_layers=(1, 2, 3),
-        attention_heads=((1, 0), (3, 2)),
-        max_hidden_rows_per_step=2048,
-        artifact_folder=artifacts,
-        max_artifact_bytes=MAX_BYTES,
-        artifact_retention_s=RETENTION_S,
-    )
-    model = ResolvedModel(str(folder / "model"), "tiny", "tiny")
-    return engine_command(
-        model,
-        config,
-        port=free_port(),
-        log_file=folder / "engine.log",
-        extra_arguments=("--max-model-len", "2048", "--max-num-batched-tokens", "2048", *arguments),
-    )
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if vllm_build() is None:
-        pytest.skip("needs vLLM: make install")
-    folder = tmp_path_factory.mktemp("delivery")
-    save_tiny_model("llama", folder / "model")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(model_folder: Path) -> Iterator[Server]:
-    artifacts = model_folder / "artifacts"
-    engine = EngineProcess(command(model_folder, artifacts, "--api-key", KEY))
-    try:
-        asyncio.run(engine.wait_healthy(START_LIMIT_S))
-        yield Server(engine.command.url, artifacts)
-    finally:
-        asyncio.run(engine.stop())
 
 
 @pytest.fixture(autouse=True)

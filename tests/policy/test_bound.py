@@ -66,7 +66,7 @@ def readouts(one: float, two: float) -> Readouts:
     for name, value in (("one", one), ("two", two)):
         items[f"{name}.h"] = HiddenReadout("complete", 3, 5, 6, np.full(2, value, np.float32))
         items[f"{name}.a"] = AttentionReadout(
-            "complete", ((1, 0),), 5, {f"{name}.instruction": mass, f"{name}.data": mass}
+            "complete", ((1, 0),), (5,), (), {f"{name}.instruction": mass, f"{name}.data": mass}
         )
     return Readouts(items)
 

@@ -40,6 +40,9 @@ def test_a_policy_loads_with_a_hash_of_its_content_not_of_its_spelling(tmp_path:
     assert load_policy(write(tmp_path, GOOD.replace("0.9}", "0.8}"))).hash != first.hash
 
 
+GATED = "{vector: v, layer: 1, coefficient: 1, phase: decode, gate: {readout: r, above: 1}}"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "field"),
     [
@@ -52,6 +55,7 @@ def test_a_policy_loads_with_a_hash_of_its_content_not_of_its_spelling(tmp_path:
         ("at_least: 0.9", "at_least: .nan", 8, "rules.0.when"),
         ("action: block", "action: blok", 9, "rules.0.action"),
         ("action: block", "action: steer", 7, "rules.0"),
+        ("action: block", f"action: steer\n    steer: [{GATED}]", 7, "rules.0"),
         ("on_error: allow", "on_error: ignore", 10, "rules.0.on_error"),
         ("version: 1", "version: 2", 1, "version"),
         ("name: test", "name: 'a b'", 2, "name"),
