@@ -157,6 +157,8 @@ class Reader:
         tap = self._buffers.steer[chunk.layer]
         doses = tap.doses[chunk.fresh : chunk.end].cpu().numpy()
         if len(doses):
+            # Lengths beyond float32 are infinite, which JSON has no word for.
+            doses = np.nan_to_num(doses)
             report = tracked.steering[chunk.index]
             tracked.steering[chunk.index] = replace(
                 report,
