@@ -41,6 +41,7 @@ def config(**changed: Any) -> Any:
         "speculative": None,
         "diffusion": False,
         "task": "generate",
+        "sleep": False,
         "asynchronous": False,
         "compiled": CompilationMode.NONE,
         "graphs": CUDAGraphMode.NONE,
@@ -53,7 +54,9 @@ def config(**changed: Any) -> Any:
             decode_context_parallel_size=values["dcp"],
             enable_dbo=values["dbo"],
         ),
-        model_config=SimpleNamespace(is_diffusion=values["diffusion"], runner_type=values["task"]),
+        model_config=SimpleNamespace(
+            is_diffusion=values["diffusion"], runner_type=values["task"], enable_sleep_mode=values["sleep"]
+        ),
         speculative_config=values["speculative"],
         scheduler_config=SimpleNamespace(async_scheduling=values["asynchronous"]),
         compilation_config=SimpleNamespace(mode=values["compiled"], cudagraph_mode=values["graphs"]),
@@ -76,6 +79,7 @@ def test_what_the_adapter_was_written_for_is_accepted() -> None:
         ({"speculative": object()}, "speculative decoding"),
         ({"diffusion": True}, "diffusion language models"),
         ({"task": "pooling"}, "pooling models"),
+        ({"sleep": True}, "sleep mode"),
         ({"asynchronous": True}, "--no-async-scheduling"),
         ({"graphs": CUDAGraphMode.FULL}, "--enforce-eager"),
         ({"compiled": CompilationMode.VLLM_COMPILE}, "--enforce-eager"),

@@ -42,6 +42,8 @@ def refuse_unsupported(config: VllmConfig) -> None:
         # Block-wise generation rewrites tokens that it has computed already.
         "diffusion language models": config.model_config.is_diffusion,
         "pooling models": config.model_config.runner_type == "pooling",
+        # Its second level discards what was allocated with the weights, steering vectors and probes among it.
+        "sleep mode": config.model_config.enable_sleep_mode,
         "asynchronous scheduling (add --no-async-scheduling)": bool(config.scheduler_config.async_scheduling),
         "CUDA graphs and compilation (add --enforce-eager)": compilation.mode not in (None, CompilationMode.NONE)
         or compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE),
