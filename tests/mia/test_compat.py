@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import stat
@@ -14,6 +15,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config import ModelConfig as VllmModelConfig
+from vllm.config import SchedulerConfig, VllmConfig
+from vllm.config.model_arch import ModelArchitectureConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from guard.mia import PluginRegistry
 from guard.mia.analyzers.attn_tracker import AttentionTrackerAnalyzer
@@ -348,6 +353,16 @@ def test_buffers_never_take_more_than_their_bytes_and_hold_a_row_for_each_reques
     compat = CompatConfig(uses=("hidden_states",), aperture_bytes=256 * LAYERS * 100)
     assert engine_config(compat, SHAPE).max_hidden_rows_per_step == 100
     assert engine_config(compat.model_copy(update={"aperture_bytes": 1}), SHAPE).max_hidden_rows_per_step == 64
+
+
+def test_vllm_has_what_the_start_relies_on() -> None:
+    assert isinstance(EngineArgs.__dict__["from_cli_args"], classmethod)
+    assert hasattr(EngineArgs, "create_engine_config")
+    assert {"additional_config", "model_config", "scheduler_config"} <= set(VllmConfig.__dataclass_fields__)
+    assert {"max_num_batched_tokens", "max_num_seqs"} <= set(SchedulerConfig.__dataclass_fields__)
+    sizes = {"total_num_hidden_layers", "total_num_attention_heads", "hidden_size"}
+    assert sizes <= set(ModelArchitectureConfig.__dataclass_fields__)
+    assert "model_arch_config" in inspect.getsource(VllmModelConfig)
 
 
 def test_without_mia_worker_nothing_changes() -> None:
