@@ -16,6 +16,7 @@ from guard.mia.probes import Probe
 from guard.mia.results import (
     AttentionReadout,
     AttentionRowsReadout,
+    FloatArray,
     HiddenReadout,
     ProbeReadout,
     QKReadout,
@@ -28,6 +29,7 @@ from guard.mia.results import (
     not_complete,
 )
 from guard.mia.routing import CACHED, KeyChunk, Router, RowChunk, SteerChunk, StepPlan
+from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import (
     AttentionCapture,
     Capture,
@@ -47,10 +49,13 @@ MAX_LOGITS_AT_ONCE = 2**24
 class Reader:
     """Reads the taps of one engine after each of its steps."""
 
-    def __init__(self, router: Router, buffers: TapBuffers, probes: Mapping[str, Probe]) -> None:
+    def __init__(
+        self, router: Router, buffers: TapBuffers, probes: Mapping[str, Probe], shard: HeadShard = ALONE
+    ) -> None:
         self._router = router
         self._buffers = buffers
         self._probes = probes
+        self._shard = shard
 
     def read(self, plan: StepPlan) -> dict[str, StepReading]:
         """Collect what the step gathered; returns what can be sent now, by request."""
@@ -59,8 +64,14 @@ class Reader:
             tracked = requests[key_chunk.request_id]
             if tracked.keys is not None:
                 self._keep_keys(tracked, tracked.keys, key_chunk)
-        for row_chunk in plan.row_chunks:
-            self._keep_rows(requests[row_chunk.request_id], row_chunk)
+        parts = [
+            (chunk, self._part_of(tracked, tracked.captures[chunk.capture], chunk))
+            for chunk in plan.row_chunks
+            if chunk.capture not in (tracked := requests[chunk.request_id]).failed
+        ]
+        self._shard.merge([array for _, part in parts for array in _to_merge(part)])
+        for row_chunk, part in parts:
+            self._keep_part(requests[row_chunk.request_id], row_chunk, part)
         for steer_chunk in plan.steer_chunks:
             self._keep_dose(requests[steer_chunk.request_id], steer_chunk)
         readings = {}
@@ -94,26 +105,23 @@ class Reader:
                 tracked.fail(name, CACHED)
         store.filled = max(store.filled, chunk.start + chunk.length)
 
-    def _keep_rows(self, tracked: Tracked, chunk: RowChunk) -> None:
-        """Turn what one capture gathered into a part of its readout, and let gates see it."""
-        name, capture = chunk.capture, tracked.captures[chunk.capture]
-        if name in tracked.failed:
-            return
-        if is_averaged(capture):
-            assert isinstance(capture, AttentionCapture)
-            _add(tracked.sums[name], self._attention_part(tracked, capture, chunk))
-            return
-        part = self._part_of(tracked, capture, chunk)
-        tracked.parts[name].append(part)
-        tracked.judge_gates(name, part, chunk.next_token)
+    def _keep_part(self, tracked: Tracked, chunk: RowChunk, part: Readout) -> None:
+        """Put a part to those of its capture, and let gates see it."""
+        if isinstance(part, AttentionRowsReadout) and is_averaged(tracked.captures[chunk.capture]):
+            _add(tracked.sums[chunk.capture], part)
+        else:
+            tracked.parts[chunk.capture].append(part)
+            tracked.judge_gates(chunk.capture, part, chunk.next_token)
 
     def _part_of(self, tracked: Tracked, capture: Capture, chunk: RowChunk) -> Readout:
+        """What one capture gathered: of attention and queries this rank's heads, of probes the first rank's logits, and
+        zeros for the rest."""
         positions = tuple(range(chunk.start, chunk.start + chunk.length))
         if isinstance(capture, AttentionCapture):
             return self._attention_part(tracked, capture, chunk)
         if isinstance(capture, QKCapture):
             queries = {
-                layer: self._queries(layer, slot, chunk.length)[:, heads_at(capture.heads, layer)].cpu().numpy().copy()
+                layer: self._queries_of(layer, slot, chunk.length, heads_at(capture.heads, layer))
                 for layer, slot in chunk.slots.items()
             }
             return QKReadout("complete", capture.heads, positions, queries=queries)
@@ -121,11 +129,26 @@ class Reader:
         rows = self._buffers.hidden[layer].out[slot : slot + chunk.length].float()
         if isinstance(capture, ProbeCapture):
             logits = self._probes[capture.probe].logits(rows).cpu().numpy()
+            if self._shard.rank != 0:
+                # The states are the same on every rank up to the last bit, on which a gate must not depend.
+                logits = np.zeros_like(logits)
             return ProbeReadout("complete", capture.probe, positions, logits=logits)
         return RowsReadout("complete", layer, positions, values=rows.cpu().numpy().copy())
 
+    def _queries_of(self, layer: int, slot: int, length: int, heads: list[int]) -> FloatArray:
+        """``[length, len(heads), head_size]`` float32, zero for heads of other ranks."""
+        shape = self._buffers.attention_shapes[layer]
+        here = [(column, local) for column, local in enumerate(self._local(heads, shape)) if local is not None]
+        out = np.zeros((length, len(heads), shape.head_size), np.float32)
+        rows = self._queries(layer, slot, length).cpu().numpy()
+        out[:, [column for column, _ in here]] = rows[:, [local for _, local in here]]
+        return out
+
+    def _local(self, heads: list[int], shape: AttentionShape) -> list[int | None]:
+        return [self._shard.query_head(head, shape) for head in heads]
+
     def _queries(self, layer: int, slot: int, length: int) -> torch.Tensor:
-        """``[length, query_heads, head_size]`` float32."""
+        """``[length, query heads of this rank, head_size]`` float32."""
         shape = self._buffers.attention_shapes[layer]
         rows = self._buffers.query[layer].out[slot : slot + length]
         return rows.view(length, shape.query_heads, shape.head_size).float()
@@ -135,12 +158,16 @@ class Reader:
         assert tracked.keys is not None
         end = chunk.start + chunk.length
         masks = {span: _mask(tracked.spec, span, end) for span in capture.spans}
-        mass = {span: np.empty((chunk.length, len(capture.heads)), np.float32) for span in capture.spans}
-        weights = np.empty((chunk.length, len(capture.heads), end), np.float32) if capture.weights else None
+        mass = {span: np.zeros((chunk.length, len(capture.heads)), np.float32) for span in capture.spans}
+        weights = np.zeros((chunk.length, len(capture.heads), end), np.float32) if capture.weights else None
         for layer, slot in chunk.slots.items():
-            heads = heads_at(capture.heads, layer)
-            columns = [i for i, (at, _) in enumerate(capture.heads) if at == layer]
             shape = self._buffers.attention_shapes[layer]
+            places = [i for i, (at, _) in enumerate(capture.heads) if at == layer]
+            local = self._local([capture.heads[i][1] for i in places], shape)
+            columns = [i for i, head in zip(places, local, strict=True) if head is not None]
+            heads = [head for head in local if head is not None]
+            if not heads:
+                continue
             queries = self._queries(layer, slot, chunk.length)[:, heads].cpu()
             keys = tracked.keys.keys[layer][:end, [head // shape.group for head in heads]]
             block = max(1, MAX_LOGITS_AT_ONCE // (len(heads) * end))
@@ -199,11 +226,27 @@ class Reader:
         sent = tracked.sent_keys[name]
         for layer in part.queries:
             shape = self._buffers.attention_shapes[layer]
-            kv_heads[layer] = tuple(sorted({head // shape.group for head in heads_at(part.heads, layer)}))
-            keys[layer] = tracked.keys.keys[layer][sent : tracked.keys.filled, kv_heads[layer]].numpy().copy()
-            scale[layer] = shape.scale
+            wanted = sorted({self._shard.key_head_of(head, shape) for head in heads_at(part.heads, layer)})
+            rows = tracked.keys.keys[layer][sent : tracked.keys.filled].numpy()
+            keys[layer] = np.zeros((len(rows), len(wanted), shape.head_size), np.float32)
+            for column, head in enumerate(wanted):
+                if (local := self._shard.owned_key_head(head, shape)) is not None:
+                    keys[layer][:, column] = rows[:, local]
+            kv_heads[layer], scale[layer] = tuple(wanted), shape.scale
+        self._shard.merge(list(keys.values()))
         tracked.sent_keys[name] = tracked.keys.filled
         return replace(part, keys=keys, kv_heads=kv_heads, scale=scale)
+
+
+def _to_merge(part: Readout) -> list[FloatArray]:
+    """A part's arrays of which each rank has some."""
+    if isinstance(part, ProbeReadout) and part.logits is not None:
+        return [part.logits]
+    if isinstance(part, QKReadout):
+        return list(part.queries.values())
+    if isinstance(part, AttentionRowsReadout):
+        return [*part.mass.values(), *([] if part.weights is None else [part.weights])]
+    return []
 
 
 def heads_at(heads: tuple[Head, ...], layer: int) -> list[int]:

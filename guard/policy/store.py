@@ -46,7 +46,8 @@ def load_policy(path: Path) -> LoadedPolicy:
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         raise PolicyError("\n".join(_message(path, root, one["loc"], one["msg"]) for one in errors)) from None
-    return LoadedPolicy(policy, path, hashlib.sha256(policy.model_dump_json(exclude_defaults=True).encode()).hexdigest(), root)
+    content = policy.model_dump_json(exclude_defaults=True)
+    return LoadedPolicy(policy, path, hashlib.sha256(content.encode()).hexdigest(), root)
 
 
 def _read(path: Path) -> str:

@@ -1,13 +1,10 @@
-"""The V1 adapter: what it cannot read exactly is refused at start, and vLLM still has the names that it relies on."""
+"""The V1 adapter: vLLM still has the names that it relies on."""
 
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from vllm.config import CUDAGraphMode
 from vllm.renderers.hf import HfRenderer
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -18,50 +15,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from guard.mia import plugin
-from guard.mia.runners.v1 import refuse_unsupported
-from guard.mia.taps import UnsupportedModelError
-
-
-def config(**changed: Any) -> Any:
-    values = {
-        "tp": 1,
-        "pp": 1,
-        "speculative": None,
-        "asynchronous": False,
-        "device": "cuda",
-        "graphs": CUDAGraphMode.NONE,
-    } | changed
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=values["tp"], pipeline_parallel_size=values["pp"]),
-        speculative_config=values["speculative"],
-        scheduler_config=SimpleNamespace(async_scheduling=values["asynchronous"]),
-        compilation_config=SimpleNamespace(cudagraph_mode=values["graphs"]),
-        device_config=SimpleNamespace(device_type=values["device"]),
-    )
-
-
-def test_what_the_adapter_was_written_for_is_accepted() -> None:
-    refuse_unsupported(config())
-    refuse_unsupported(config(device="cpu", graphs=CUDAGraphMode.FULL_AND_PIECEWISE))
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"tp": 2}, "tensor parallelism"),
-        ({"pp": 2}, "pipeline parallelism"),
-        ({"speculative": object()}, "speculative decoding"),
-        ({"asynchronous": True}, "--no-async-scheduling"),
-        ({"graphs": CUDAGraphMode.FULL_AND_PIECEWISE}, "--enforce-eager"),
-    ],
-)
-def test_a_mode_in_which_readouts_would_be_wrong_is_refused_with_the_reason(changed: Any, reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=reason):
-        refuse_unsupported(config(**changed))
-
 
 NAMES = [
-    (GPUModelRunner, ("load_model", "_update_states", "_prepare_inputs", "sample_tokens")),
+    (GPUModelRunner, ("load_model", "_update_states", "_prepare_inputs", "_dummy_run", "sample_tokens")),
     (Scheduler, ("update_from_output",)),
     (HfRenderer, ("render_messages", "render_messages_async")),
     (AsyncLLM, ("generate",)),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from guard.mia.buffers import StepLimits, TapBuffers
@@ -19,6 +20,7 @@ from guard.mia.engine_config import EngineConfig
 from guard.mia.probes import load_probes
 from guard.mia.readouts import Reader
 from guard.mia.routing import BatchView, Router, StepPlan
+from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import parse_spec
 from guard.mia.steering import load_bank
 from guard.mia.taps import EMBEDDING, UnsupportedModelError, attention_shape, find_decoder, insert
@@ -27,6 +29,19 @@ logger = init_logger("vllm.mia")
 
 ADAPTER_ATTRIBUTE = "mia"
 """Name under which a model runner keeps its adapter."""
+
+
+def head_shard(config: VllmConfig) -> HeadShard:
+    """This rank's part of the attention heads. Sums go over the ranks' host processes."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return ALONE
+    replicas = max(1, group.world_size // config.model_config.get_total_num_kv_heads())
+
+    def add_up(values: torch.Tensor) -> None:
+        torch.distributed.all_reduce(values, group=group.cpu_group)
+
+    return HeadShard(group.rank_in_group, group.world_size, replicas, add_up)
 
 
 class Adapter:
@@ -47,7 +62,8 @@ class Adapter:
         if unknown := sorted(wanted - decoder.blocks.keys()):
             raise UnsupportedModelError(f"mia names layers {unknown}; this model has blocks 1 to {len(decoder.blocks)}")
         shapes = {layer: attention_shape(decoder.attention[layer]) for layer, _ in config.attention_heads}
-        if bad := [head for head in config.attention_heads if head[1] >= shapes[head[0]].query_heads]:
+        shard = head_shard(vllm_config)
+        if bad := [head for head in config.attention_heads if head[1] >= shard.size * shapes[head[0]].query_heads]:
             raise UnsupportedModelError(f"mia names heads {bad} that this model does not have")
         hidden_size = vllm_config.model_config.get_hidden_size()
         self.bank = load_bank(
@@ -56,7 +72,7 @@ class Adapter:
         probes = load_probes(config.probe_folder, config.probes, hidden_size, device)
         self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, self.bank.vectors, dtype)
         self.router = Router(self.buffers, self.bank, config.probes, config.max_host_bytes)
-        self._reader = Reader(self.router, self.buffers, probes)
+        self._reader = Reader(self.router, self.buffers, probes, shard)
         self._decoder = decoder
         self._plan: StepPlan | None = None
         self._started = False

@@ -1,7 +1,7 @@
 """The adapter for vLLM 0.29's V1 model runner: the CPU build's runner, and CUDA with eager execution.
 
-Relies on (vLLM 0.29): GPUModelRunner.{load_model, _update_states, _prepare_inputs, sample_tokens, input_batch,
-query_start_loc, max_num_tokens, max_num_reqs}, InputBatch.{req_ids, num_reqs, num_computed_tokens_cpu,
+Relies on (vLLM 0.29): GPUModelRunner.{load_model, _update_states, _prepare_inputs, _dummy_run, sample_tokens,
+input_batch, query_start_loc, max_num_tokens, max_num_reqs}, InputBatch.{req_ids, num_reqs, num_computed_tokens_cpu,
 num_tokens_no_spec}, CPUModelRunner.load_model, SchedulerOutput.{scheduled_new_reqs, finished_req_ids}.
 A runner without configured taps keeps vLLM's methods' cost to one attribute look-up a step.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from guard.mia.buffers import StepLimits
@@ -20,7 +20,7 @@ from guard.mia.patching import wrap
 from guard.mia.routing import BatchView
 from guard.mia.runners.adapter import ADAPTER_ATTRIBUTE, Adapter
 from guard.mia.runners.handover import attach
-from guard.mia.taps import UnsupportedModelError
+from guard.mia.runners.refusals import common_reasons, refuse
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,17 +28,11 @@ if TYPE_CHECKING:
 
 def refuse_unsupported(config: VllmConfig) -> None:
     """Raise ``UnsupportedModelError`` for a mode in which readouts would be wrong or missing."""
-    parallel = config.parallel_config
-    reasons = {
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "speculative decoding": config.speculative_config is not None,
-        "asynchronous scheduling (add --no-async-scheduling)": bool(config.scheduler_config.async_scheduling),
-        "CUDA graphs (add --enforce-eager)": config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-        and config.device_config.device_type == "cuda",
-    }
-    if refused := [name for name, present in reasons.items() if present]:
-        raise UnsupportedModelError(f"mia on the V1 runner does not support: {', '.join(refused)}")
+    compilation, on_cuda = config.compilation_config, config.device_config.device_type == "cuda"
+    compiles = compilation.mode not in (None, CompilationMode.NONE)
+    has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+    graphs = {"CUDA graphs and compilation (add --enforce-eager)": on_cuda and (compiles or has_graphs)}
+    refuse("V1", common_reasons(config) | graphs)
 
 
 def install() -> None:
@@ -49,15 +43,17 @@ def install() -> None:
         wrap(runner_class, "load_model", _load_model)
     wrap(GPUModelRunner, "_update_states", _update_states)
     wrap(GPUModelRunner, "_prepare_inputs", _prepare_inputs)
+    wrap(GPUModelRunner, "_dummy_run", _dummy_run)
     wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
 
 
 def _load_model(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
-    original(runner, *args, **kwargs)
     config = configured(runner.vllm_config.additional_config)
+    if config is not None:
+        refuse_unsupported(runner.vllm_config)
+    original(runner, *args, **kwargs)
     if config is None or getattr(runner, ADAPTER_ATTRIBUTE, None) is not None:
         return
-    refuse_unsupported(runner.vllm_config)
     limits = StepLimits(runner.max_num_reqs, runner.max_num_tokens)
     dtype = cast(torch.dtype, runner.dtype)
     adapter = Adapter(runner.model, runner.vllm_config, config, limits, dtype, runner.device)
@@ -87,6 +83,13 @@ def _batch_view(runner: GPUModelRunner) -> BatchView:
     starts, computed = runner.query_start_loc.np[: n + 1], batch.num_computed_tokens_cpu[:n]
     samples = computed + starts[1:] - starts[:-1] >= batch.num_tokens_no_spec[:n]
     return BatchView(batch.req_ids, starts, computed, samples)
+
+
+def _dummy_run(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    adapter: Adapter | None = getattr(runner, ADAPTER_ATTRIBUTE, None)
+    if adapter is not None:
+        adapter.before_dummy()
+    return original(runner, *args, **kwargs)
 
 
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from guard.mia.patching import wrap
 from guard.mia.routing import BatchView
 from guard.mia.runners.adapter import ADAPTER_ATTRIBUTE, Adapter
 from guard.mia.runners.handover import attach
-from guard.mia.taps import UnsupportedModelError
+from guard.mia.runners.refusals import common_reasons, refuse
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,25 +31,14 @@ if TYPE_CHECKING:
 
 def refuse_unsupported(config: VllmConfig) -> None:
     """Raise ``UnsupportedModelError`` for a mode in which readouts would be wrong or missing."""
-    parallel, compilation = config.parallel_config, config.compilation_config
-    reasons = {
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        # The rows of one rank's forward pass are then no longer the batch's rows.
-        "context parallelism": parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
-        "dual batch overlap": parallel.enable_dbo,
-        "speculative decoding": config.speculative_config is not None,
-        # Block-wise generation rewrites tokens that it has computed already.
-        "diffusion language models": config.model_config.is_diffusion,
-        "pooling models": config.model_config.runner_type == "pooling",
-        # Its second level discards what was allocated with the weights, steering vectors and probes among it.
-        "sleep mode": config.model_config.enable_sleep_mode,
-        "asynchronous scheduling (add --no-async-scheduling)": bool(config.scheduler_config.async_scheduling),
-        "CUDA graphs and compilation (add --enforce-eager)": compilation.mode not in (None, CompilationMode.NONE)
-        or compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE),
+    compilation = config.compilation_config
+    compiles = compilation.mode not in (None, CompilationMode.NONE)
+    has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+    more = {
+        "tensor parallelism": config.parallel_config.tensor_parallel_size > 1,
+        "CUDA graphs and compilation (add --enforce-eager)": compiles or has_graphs,
     }
-    if refused := [name for name, present in reasons.items() if present]:
-        raise UnsupportedModelError(f"mia on the V2 runner does not support: {', '.join(refused)}")
+    refuse("V2", common_reasons(config) | more)
 
 
 def install() -> None:
