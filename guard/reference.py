@@ -26,9 +26,9 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `GET /readyz`, `GET /health` | 200 while vLLM is healthy too, else 503; names the policy and its hash |
 | `GET /metrics` | Prometheus; [what each series means](../dashboards/README.md) |
 
-Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, `use_beam_search`,
-`add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`, `chat_template`, and the same under
-`chat_template_kwargs`.
+Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in
+`vllm_xargs`, `use_beam_search`, `add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`,
+`chat_template`, and the same under `chat_template_kwargs`.
 
 Every other path is a 404. With API keys configured, `/v1/*` wants `Authorization: Bearer KEY`.
 

@@ -24,6 +24,7 @@ from guard.mia.compat import (
 )
 from guard.mia.engine_config import EngineConfig
 from guard.mia.spec import (
+    FOREIGN_KEYS,
     MAX_CAPTURES,
     AttentionCapture,
     HiddenCapture,
@@ -95,9 +96,6 @@ class RequestKeys(BaseModel):
 KEYS = frozenset(RequestKeys.model_fields)
 """Every key of MIA's that a request may have."""
 
-ACTING_KEYS = frozenset({"output_hidden_states", "output_qk", "steer"})
-"""Those that ask for something; the others only say how."""
-
 
 def check_run_id(value: Any) -> None:
     """Raises ``ValueError`` for what would be a path, or no name."""
@@ -132,7 +130,7 @@ def _decoded(value: Any) -> Any:
 
 def asks(given: Mapping[str, Any]) -> bool:
     """Whether a request asks for something, in MIA's way or in ours."""
-    return "mia" in given or not ACTING_KEYS.isdisjoint(given)
+    return "mia" in given or not FOREIGN_KEYS.isdisjoint(given)
 
 
 def requested_spec(
@@ -142,7 +140,7 @@ def requested_spec(
 
     Only an engine that plays MIA's part takes MIA's keys: behind a guard, requests may say ``mia`` or nothing.
     """
-    acting = sorted(ACTING_KEYS & given.keys())
+    acting = sorted(FOREIGN_KEYS & given.keys())
     if not acting:
         return parse_spec(given["mia"])
     if "mia" in given:

@@ -276,7 +276,7 @@ class MiaLLM:
         given = own if "mia" in own else {**self._request_keys, **own}
         if not asks(given):
             return None
-        spec = requested_spec(given, self._compat, self.engine_config)
+        spec = requested_spec(given, self._compat, self.engine_config, vectors)
         self.engine_config.check(spec, vectors)
         return spec
 

@@ -222,7 +222,7 @@ class Reader:
 
     def _with_keys(self, tracked: Tracked, name: str, part: QKReadout) -> QKReadout:
         assert tracked.keys is not None
-        keys, kv_heads, scale = {}, {}, {}
+        keys, kv_heads = {}, {}
         sent = tracked.sent_keys[name]
         for layer in part.queries:
             shape = self._buffers.attention_shapes[layer]
@@ -232,10 +232,19 @@ class Reader:
             for column, head in enumerate(wanted):
                 if (local := self._shard.owned_key_head(head, shape)) is not None:
                     keys[layer][:, column] = rows[:, local]
-            kv_heads[layer], scale[layer] = tuple(wanted), shape.scale
+            kv_heads[layer] = tuple(wanted)
         self._shard.merge(list(keys.values()))
         tracked.sent_keys[name] = tracked.keys.filled
-        return replace(part, keys=keys, kv_heads=kv_heads, scale=scale)
+        shapes = {layer: self._buffers.attention_shapes[layer] for layer in part.queries}
+        return replace(
+            part,
+            keys=keys,
+            kv_heads=kv_heads,
+            group={layer: shape.group * self._shard.replicas for layer, shape in shapes.items()},
+            scale={layer: shape.scale for layer, shape in shapes.items()},
+            softcap={layer: shape.softcap for layer, shape in shapes.items()},
+            window={layer: shape.window for layer, shape in shapes.items()},
+        )
 
 
 def _to_merge(part: Readout) -> list[FloatArray]:

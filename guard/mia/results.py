@@ -133,7 +133,8 @@ class QKReadout:
 
     ``queries[layer]``: ``[len(positions), heads of that layer in the order asked, head_size]`` float32.
     ``keys[layer]``: ``[tokens from the first on, len(kv_heads[layer]), head_size]`` float32.
-    ``scale[layer]``: what the model multiplies their products by.
+    ``group[layer]``: query heads that share a key head. The model's attention is the softmax of ``scale q.k``, passed
+    through ``softcap tanh(x / softcap)`` unless softcap is 0, over the last ``window`` tokens unless that is None.
     """
 
     status: Status
@@ -143,7 +144,10 @@ class QKReadout:
     queries: dict[int, Array] = field(default_factory=dict)
     keys: dict[int, Array] = field(default_factory=dict)
     kv_heads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    group: dict[int, int] = field(default_factory=dict)
     scale: dict[int, float] = field(default_factory=dict)
+    softcap: dict[int, float] = field(default_factory=dict)
+    window: dict[int, int | None] = field(default_factory=dict)
     reason: str = ""
     kind: Literal["qk"] = "qk"
 

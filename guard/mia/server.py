@@ -66,9 +66,9 @@ class MiaMiddleware:
             if self._taps is None:
                 self._taps = _config(scope["app"])
                 self._compat = compat_of(scope["app"].state.vllm_config.additional_config)
-            spec = requested_spec(request["vllm_xargs"], self._compat, self._taps)
-            vectors = vectors_of(scope["app"]) if spec.steer else None
-            digests = await vectors.digests() if vectors is not None else {}
+            vectors = vectors_of(scope["app"])
+            digests = await vectors.digests() if self._taps.steering_layers else {}
+            spec = requested_spec(request["vllm_xargs"], self._compat, self._taps, digests)
             self._taps.check(spec, digests)
             early = not request.get("stream") and (EARLY_HEADER, b"1") in scope["headers"]
             _check_compatible(request, spec, early)
@@ -84,7 +84,7 @@ class MiaMiddleware:
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         answer = _Answer(context, send, self._write_files(spec.deliver) if spec.deliver != "answer" else None)
-        with active(context), vectors.using(spec) if vectors is not None else contextlib.nullcontext():
+        with active(context), vectors.using(spec):
             if early:
                 await answer.run_early(self.app(scope, _replay(body, receive), answer.send))
             else:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from guard.mia.spec import SELECTOR, AttentionCapture, MiaSpec, Span, TokenRanges, span_of
+from guard.mia.spec import MAX_RANGES, SELECTOR, AttentionCapture, MiaSpec, Span, TokenRanges, span_of
 
 Message = dict[str, Any]
 CharRange = tuple[int, int]
@@ -174,6 +174,8 @@ def resolve(span: Span, messages: Sequence[LocatedMessage], offsets: Offsets | N
     tokens = to_tokens(ranges, offsets)
     if not tokens:
         raise SpanError(f"no message's text in the prompt matches {', '.join(span)}")
+    if len(tokens) > MAX_RANGES:
+        raise SpanError(f"it is in {len(tokens)} places of the prompt, more than {MAX_RANGES}")
     return TokenRanges(tokens=tokens)
 
 

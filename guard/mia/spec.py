@@ -20,6 +20,18 @@ MAX_SPEC_BYTES = 64 * 1024
 MAX_CAPTURES = 256
 """Most captures, of all kinds together, that one request may name."""
 
+MAX_RANGES = 256
+"""Most token ranges that one span may have."""
+
+MAX_HEADS = 16384
+"""Most heads that one capture may name."""
+
+MAX_STEERINGS = 1024
+"""Most steerings that one request may name, over all layers."""
+
+FOREIGN_KEYS = frozenset({"output_hidden_states", "output_qk", "steer"})
+"""Keys of ``vllm_xargs`` beside ``mia`` that ask an engine which plays MIA's part for something."""
+
 MAX_VECTORS_PER_LAYER = 4
 """Most steering vectors that one request may add after one layer."""
 
@@ -57,7 +69,7 @@ class _Model(BaseModel):
 class TokenRanges(_Model):
     """Token ranges of the final prompt, half open, counted from 0."""
 
-    tokens: Annotated[tuple[tuple[int, int], ...], Field(min_length=1, max_length=256)]
+    tokens: Annotated[tuple[tuple[int, int], ...], Field(min_length=1, max_length=MAX_RANGES)]
 
     @field_validator("tokens")
     @classmethod
@@ -104,7 +116,7 @@ class AttentionCapture(_Model):
     too; then ``spans`` may be empty.
     """
 
-    heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=4096)]
+    heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=MAX_HEADS)]
     spans: Annotated[tuple[Name, ...], Field(max_length=16)] = ()
     weights: bool = False
     positions: Literal["last_prompt", "generated"] | TokenRanges | SpanPositions = "last_prompt"
@@ -116,7 +128,7 @@ class QKCapture(_Model):
     Both as the attention multiplies them: after rotary embedding and norms.
     """
 
-    heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=4096)]
+    heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=MAX_HEADS)]
     positions: Positions = "last_prompt"
 
 
@@ -252,7 +264,7 @@ class MiaSpec(_Model):
     probes: dict[Name, ProbeCapture] = {}
     attention: dict[Name, AttentionCapture] = {}
     qk: dict[Name, QKCapture] = {}
-    steer: Annotated[tuple[Steer, ...], Field(max_length=16)] = ()
+    steer: Annotated[tuple[Steer, ...], Field(max_length=MAX_STEERINGS)] = ()
     deliver: Deliver = "answer"
     """Where values go: into the answer, or into files of the server's artifact folder; the answer then names them."""
 
@@ -310,6 +322,11 @@ class MiaSpec(_Model):
     def asks(self) -> bool:
         """Whether it asks for anything."""
         return bool(self.captures or self.steer)
+
+    @classmethod
+    def from_wire(cls, text: str) -> MiaSpec:
+        """Inverse of ``to_wire`` for a spec that was checked before, of any size. ``parse_spec`` is for clients'."""
+        return cls.model_validate_json(text)
 
     @property
     def needs_messages(self) -> bool:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NoReturn
 
-from guard.mia.spec import MiaSpec
+from guard.mia.spec import FOREIGN_KEYS, MiaSpec
 from guard.proxy.errors import InvalidRequestError
 
 OURS = "mia"
-"""The key of ``vllm_xargs`` that only the guard may set."""
+"""The key of ``vllm_xargs`` under which the guard asks."""
 
 
 UNMEASURABLE: dict[str, tuple[Any, ...]] = {
@@ -63,8 +63,10 @@ def parse_chat_request(raw: bytes) -> ChatRequest:
     xargs = fields.get("vllm_xargs")
     if not isinstance(xargs, dict | None):
         raise InvalidRequestError("vllm_xargs must be an object", "vllm_xargs")
-    if xargs and OURS in xargs:
-        raise InvalidRequestError(f"vllm_xargs.{OURS} is set by the guard alone; remove it", f"vllm_xargs.{OURS}")
+    if xargs and (taken := sorted(xargs.keys() & {OURS, *FOREIGN_KEYS})):
+        raise InvalidRequestError(
+            f"vllm_xargs.{taken[0]} is set by the guard alone; remove it", f"vllm_xargs.{taken[0]}"
+        )
     _check_measurable(fields)
     return ChatRequest(fields)
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import Answer, MiaLLM
 from guard.mia.results import AttentionReadout, HiddenReadout, RowsReadout
-from guard.mia.spec import MiaSpec, SpecError, Steer, TokenRanges
+from guard.mia.spec import MAX_SPEC_BYTES, AttentionCapture, HiddenCapture, MiaSpec, SpecError, Steer, TokenRanges
 from tests.engine import engines, oracle
 
 LAYERS, HEADS = (1, 2, 3), tuple((layer, head) for layer in (1, 2, 3) for head in range(4))
@@ -227,6 +227,19 @@ def test_a_span_that_matches_no_message_is_unavailable_and_says_so(engine: Engin
         got = answer.readouts[0].items["a"]
         assert got.status == "unavailable"
         assert "instruction" in got.reason
+
+
+def test_a_spec_that_grows_beyond_what_a_client_may_send_reaches_the_engine_all_the_same(engine: Engine) -> None:
+    """As spans of many messages do, which are short to write and long once they are token ranges."""
+    ranges = TokenRanges(tokens=tuple((i, i + 1) for i in range(0, 400, 2)))
+    spec = MiaSpec(
+        spans={f"s{i}": ranges for i in range(16)},
+        attention={"a": AttentionCapture(heads=HEADS[:1], spans=("s0",))},
+        hidden={f"{'h' * 60}{i}": HiddenCapture(layer=i % 3 + 1, positions=ranges) for i in range(30)},
+    )
+    assert len(spec.to_wire()) > MAX_SPEC_BYTES
+    (answer,) = engine.chat(spec, [[{"role": "user", "content": "hello there " * 35}]], max_tokens=1)
+    assert {item.status for item in answer.items.values()} == {"complete"}
 
 
 def test_a_spec_that_came_past_the_front_door_never_reaches_the_engine(engine: Engine) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,15 +217,15 @@ def test_a_key_that_is_wrong_is_refused_by_its_name(keys: dict[str, Any], param:
 
 
 def test_more_than_a_request_may_ask_for_is_refused_by_the_key() -> None:
-    large, compat = engine_config(COMPAT, ModelShape(300, 16, 256, 2048, 64)), COMPAT.model_copy(update={"heads": 16})
+    large, compat = engine_config(COMPAT, ModelShape(300, 64, 256, 2048, 64)), COMPAT.model_copy(update={"heads": 64})
     for keys, param in (
         ({"output_hidden_states": True}, "output_hidden_states"),
         ({"output_qk": True}, "output_qk"),
-        ({"steer": {"optimal_layer": "all"}}, "steer.optimal_layer"),
     ):
         with pytest.raises(SpecError) as caught:
             requested_spec(keys, compat, large)
         assert caught.value.param == param
+    assert len(requested_spec({"steer": {"optimal_layer": "all"}}, compat, large).steer) == 300
 
 
 def test_what_the_engine_does_not_read_is_refused_even_when_all_is_asked_for() -> None:
@@ -557,7 +558,7 @@ TOKENS, SIZE = 9, 4
 
 
 def qk_readouts(positions: tuple[int, ...], kind: str, tokens: int = TOKENS, prompt: int = 0) -> Readouts:
-    """Four query heads and two key heads in layers 1 and 3."""
+    """Four query heads and two key heads in layers 1 and 3, the latter with a soft cap and a sliding window."""
     generator = np.random.default_rng(prompt)
     queries = {n: generator.standard_normal((TOKENS + 2, 4, SIZE)).astype(np.float32) for n in (1, 3)}
     keys = {n: generator.standard_normal((TOKENS + 2, 2, SIZE)).astype(np.float32) for n in (1, 3)}
@@ -568,8 +569,11 @@ def qk_readouts(positions: tuple[int, ...], kind: str, tokens: int = TOKENS, pro
         positions,
         {n: queries[n][list(positions)] for n in queries},
         {n: keys[n][:tokens] for n in keys},
-        {1: (0, 1), 3: (0, 1)},
-        {1: 0.3, 3: 0.7},
+        kv_heads={1: (0, 1), 3: (0, 1)},
+        group={1: 2, 3: 2},
+        scale={1: 0.3, 3: 0.7},
+        softcap={1: 0.0, 3: 0.5},
+        window={1: None, 3: 7},
     )
     return Readouts({f"qk.{kind}": item}, prompt_tokens=TOKENS, prompt_index=prompt)
 
@@ -584,6 +588,10 @@ def expected_score(readouts: Readouts, heads: dict[int, tuple[int, ...]], ranges
         query = item.queries[layer][item.positions.index(TOKENS - 1)]
         for head in numbers:
             logits = np.array([query[head] @ item.keys[layer][t, head // 2] for t in range(TOKENS)]) * item.scale[layer]
+            if cap := item.softcap[layer]:
+                logits = cap * np.tanh(logits / cap)
+            if window := item.window[layer]:
+                logits[: TOKENS - window] = -np.inf
             weights = np.exp(logits - logits.max())
             weights /= weights.sum()
             instruction, data = (weights[start:end] for start, end in ranges)
@@ -658,28 +666,21 @@ def test_what_the_attention_tracker_cannot_score_is_an_error_with_the_reason() -
             call()
 
 
-def test_heads_whose_key_heads_do_not_follow_are_not_guessed() -> None:
-    readouts = qk_readouts((TOKENS - 1,), "last_prompt")
-    (item,) = readouts.items.values()
+def test_some_heads_of_a_layer_find_their_key_heads() -> None:
+    whole = qk_readouts((TOKENS - 1,), "last_prompt")
+    (item,) = whole.items.values()
     assert isinstance(item, QKReadout)
-
-    def score(heads: tuple[int, ...]) -> float:
-        some = QKReadout(
-            "complete",
-            tuple((1, head) for head in heads),
-            item.positions,
-            (),
-            {1: item.queries[1][:, : len(heads)]},
-            {1: item.keys[1]},
-            {1: (0, 1)},
-            {1: 0.3},
-        )
-        probes = probes_of([Readouts({"mine": some}, prompt_tokens=TOKENS)])
-        return AttentionTrackerAnalyzer().analyze({"input_range": ((0, 3), (3, 6))}, probes=probes)["score"][0]
-
-    assert 0 < score((0, 5)) < 1
-    with pytest.raises(MissingReadoutError, match="not clear"):
-        score((0, 3, 5))
+    some = replace(
+        item,
+        heads=((1, 3), (1, 2)),
+        queries={1: item.queries[1][:, [3, 2]]},
+        keys={1: item.keys[1][:, [1]]},
+        kv_heads={1: (1,)},
+    )
+    probes = probes_of([Readouts({"mine": some}, prompt_tokens=TOKENS)])
+    ranges = ((1, 4), (-4, -1))
+    score = AttentionTrackerAnalyzer().analyze({"input_range": ranges}, probes=probes)["score"][0]
+    assert score == pytest.approx(expected_score(whole, {0: (2, 3)}, ranges, "sum_normalize"), rel=1e-5)
 
 
 def test_saved_runs_are_read_back_by_their_name(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from guard.mia.results import (
     join,
 )
 
+LAYER = {"kv_heads": {1: (0, 1)}, "group": {1: 2}, "scale": {1: 0.25}, "softcap": {1: 5.0}, "window": {1: None}}
 finite32 = st.floats(width=32, allow_nan=False)
 shapes = hnp.array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=5)
 
@@ -39,7 +40,19 @@ def test_readouts_survive_both_wires_bit_for_bit(array: np.ndarray, status: str)
         "p": ProbeReadout(status, "risk", where, ids, flat),
         "a": AttentionReadout(status, heads, (7,), (1,), {"data": array.ravel()}, flat),
         "m": AttentionRowsReadout(status, heads, where, ids, {"data": flat}, array),
-        "q": QKReadout(status, heads, where, ids, {1: array, 3: array}, {1: array}, {1: (0, 1)}, {1: 0.25}),
+        "q": QKReadout(
+            status,
+            heads,
+            where,
+            ids,
+            {1: array, 3: array},
+            {1: array},
+            {1: (0, 1)},
+            {1: 2},
+            {1: 0.25},
+            {1: 5.0},
+            {1: None},
+        ),
     }
     report = SteeringReport(3, 0.5, 1, 9, "")
     sent = Readouts(items, {"data": ((1, 4), (6, 9))}, 8, 1, 2, "final", (report,))

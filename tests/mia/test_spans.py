@@ -134,3 +134,13 @@ def test_captures_on_spans_that_are_missing_are_left_out_with_the_reason_and_the
     assert set(resolved.unavailable) == {"both", "far"}
     assert "system" in resolved.unavailable["both"]
     assert "3 tokens" in resolved.unavailable["far"]
+
+
+def test_a_span_in_more_places_than_a_spec_has_room_for_is_unavailable() -> None:
+    spec = MiaSpec.model_validate(
+        {"spans": {"u": "user"}, "attention": {"a": {"heads": [[1, 0]], "spans": ["u"]}}, "hidden": {"h": {"layer": 1}}}
+    )
+    places = [LocatedMessage("user", ((3 * i, 3 * i + 1),)) for i in range(300)]
+    resolved = resolve_spec(spec, places, [(i, i + 1) for i in range(900)], prompt_len=900)
+    assert "300 places" in resolved.unavailable["a"]
+    assert set(resolved.spec.captures) == {"h"}

@@ -57,6 +57,7 @@ MALFORMED = {
     "stream that is a number": (wire(b'"stream":1'), "stream"),
     "vllm_xargs that is text": (wire(b'"vllm_xargs":"mia"'), "vllm_xargs"),
     "our own field": (wire(b'"vllm_xargs":{"mia":"{}"}'), "vllm_xargs.mia"),
+    "MIA's way to steer": (wire(b'"vllm_xargs":{"steer":"{}"}'), "vllm_xargs.steer"),
     "our own field, spelt differently": (wire(b'"vllm_xarg\\u0073":{"m\\u0069a":"{}"}'), "vllm_xargs.mia"),
     "beam search, which cannot be read": (wire(b'"use_beam_search":true'), "use_beam_search"),
     "a prompt without its end": (wire(b'"add_generation_prompt":false'), "add_generation_prompt"),

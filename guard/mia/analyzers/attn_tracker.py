@@ -104,21 +104,10 @@ def last_token_attention(entry: Mapping[str, Any], request: int) -> torch.Tensor
     heads, kv_heads = entry["heads"], entry["kv_heads"]
     query = row.view(len(heads), -1)
     key = keys[:tokens].view(tokens, len(kv_heads), -1)
-    key_of = _key_heads(heads, kv_heads, entry.get("group"))
+    key_of = [list(kv_heads).index(head // entry["group"]) for head in heads]
     logits = torch.einsum("hd,thd->ht", query, key[:, key_of]) * entry["scale"]
+    if entry["softcap"]:
+        logits = entry["softcap"] * torch.tanh(logits / entry["softcap"])
+    if entry["window"] is not None:
+        logits[:, : max(0, tokens - entry["window"])] = -torch.inf
     return torch.softmax(logits, dim=-1)
-
-
-def _key_heads(heads: Sequence[int], kv_heads: Sequence[int], group: int | None) -> list[int]:
-    """For each query head, where its key head is among ``kv_heads``; ``group`` query heads share one.
-
-    Where only some heads of a layer were read, how many share one may not follow from what was read.
-    """
-    groups = range(1, max(heads) + 2) if group is None else (group,)
-    fitting = [key_of for size in groups if set(key_of := [head // size for head in heads]) == set(kv_heads)]
-    places = {tuple(list(kv_heads).index(key) for key in key_of) for key_of in fitting}
-    if len(places) != 1:
-        raise MissingReadoutError(
-            f"which of the key heads {kv_heads} belongs to which of the heads {heads} is not clear"
-        )
-    return list(places.pop())

@@ -5,7 +5,8 @@ a reason, never left out.
 
     {"hs_cache": {LAYER: {"hidden_states": [...], "layer_num": LAYER, "positions": [...], "reasons": [...]}},
      "qk_cache": {LAYER: {"q": [...], "k_all": [...], "layer_num": LAYER, "positions": [...], "reasons": [...],
-                          "prompt_tokens": [...], "heads": (...), "kv_heads": (...), "group": n, "scale": x}}}
+                          "prompt_tokens": [...], "heads": (...), "kv_heads": (...), "group": n, "scale": x,
+                          "softcap": x, "window": n}}}
 
 Layers have MIA's numbers: of hidden states from 1, of heads from 0. Lists have an entry for each choice of each prompt.
 """
@@ -28,10 +29,6 @@ Probes = dict[str, dict[int, dict[str, Any]]]
 NOT_ASKED = "this request did not ask for it"
 ONLY_LAST = ".last_prompt"
 """End of the names of captures of the prompt's last token alone, of which MIA gives vectors and not rows."""
-
-
-WHOLE_LAYERS = "qk."
-"""Start of the names of captures of whole layers, from which it follows how many heads share a key head."""
 
 
 class MissingReadoutError(ValueError):
@@ -91,7 +88,7 @@ def _table(by_place: Mapping[Any, dict[int, dict[str, Any]]], places: Sequence[A
     return table
 
 
-SHARED = ("heads", "kv_heads", "scale", "group")
+SHARED = ("heads", "kv_heads", "group", "scale", "softcap", "window")
 """Fields that are the layer's and not the request's."""
 
 
@@ -139,8 +136,6 @@ def _qk_by_layer(items: Mapping[str, Readout], prompt_tokens: int) -> dict[int, 
         heads = tuple(head for n, head in numbers if n == layer)
         entry = _qk_entry(list(parts.values()), layer, only_last) if parts else _score_entry(scores[0], layer)
         by_layer[layer - 1] = {**entry, "heads": heads, "prompt_tokens": prompt_tokens}
-        if "kv_heads" in entry and all(name.startswith(WHOLE_LAYERS) for name in parts):
-            by_layer[layer - 1]["group"] = len(heads) // len(entry["kv_heads"])
     return by_layer
 
 
@@ -155,7 +150,10 @@ def _qk_entry(parts: list[QKReadout], layer: int, only_last: bool) -> dict[str, 
         "q": rows[0] if only_last else rows,
         "k_all": _tensor(keys).flatten(1),
         "kv_heads": read[0].kv_heads[layer],
+        "group": read[0].group[layer],
         "scale": read[0].scale[layer],
+        "softcap": read[0].softcap[layer],
+        "window": read[0].window[layer],
         "positions": positions,
         "reasons": "",
     }

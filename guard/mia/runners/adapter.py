@@ -21,7 +21,7 @@ from guard.mia.probes import load_probes
 from guard.mia.readouts import Reader
 from guard.mia.routing import BatchView, Router, StepPlan
 from guard.mia.sharding import ALONE, HeadShard
-from guard.mia.spec import parse_spec
+from guard.mia.spec import MiaSpec
 from guard.mia.steering import load_bank
 from guard.mia.taps import EMBEDDING, UnsupportedModelError, attention_shape, find_decoder, insert
 
@@ -97,8 +97,8 @@ class Adapter:
         extra = sampling_params.extra_args if sampling_params is not None else None
         if not extra or (asked := extra.get("mia")) is None or request_id in self.router.requests:
             return
-        # Parsed and checked by the API server already: a failure here is a bug and may stop the engine.
-        spec = parse_spec(asked["spec"])
+        # Checked by the API server already: a failure here is a bug and may stop the engine.
+        spec = MiaSpec.from_wire(asked["spec"])
         if spec.asks:
             self.router.add(request_id, spec, prompt_len)
 

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from guard.mia.patching import wrap
 from guard.mia.runners.adapter import ADAPTER_ATTRIBUTE, Adapter
-from guard.mia.spec import parse_spec
+from guard.mia.spec import MiaSpec
 from guard.mia.steering import Bank, FullBankError, SteeringFolderError
 
 CHANGES = ("mia_load_vector", "mia_evict_vector")
@@ -44,7 +44,7 @@ def _vectors_in_use(engine: EngineCore) -> set[str]:
     """Names that requests under way are steered by. The workers do not know which of theirs have ended."""
     requests: Any = engine.scheduler.requests  # type: ignore[attr-defined]
     asked = [(r.sampling_params.extra_args or {}).get("mia") for r in requests.values() if r.sampling_params]
-    return {steer.vector for one in asked if one is not None for steer in parse_spec(one["spec"]).steer}
+    return {steer.vector for one in asked if one is not None for steer in MiaSpec.from_wire(one["spec"]).steer}
 
 
 def _bank(worker: Any) -> Bank:
