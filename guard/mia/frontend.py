@@ -36,7 +36,7 @@ from guard.mia.results import (
     size_bytes,
     with_token_ids,
 )
-from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec
+from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, split_joined
 from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
 from guard.mia.windows import first_steered
 
@@ -166,7 +166,7 @@ def _render_messages(original: Any, renderer: HfRenderer, messages: Any, params:
     conversation, prompt = original(renderer, messages, params)
     context = _current.get()
     if context is not None and context.spec.needs_messages:
-        context.messages = _locate(renderer, conversation, prompt, params)
+        context.messages = _locate(renderer, messages, conversation, prompt, params)
     return conversation, prompt
 
 
@@ -174,11 +174,13 @@ async def _render_messages_async(original: Any, renderer: HfRenderer, messages: 
     conversation, prompt = await original(renderer, messages, params)
     context = _current.get()
     if context is not None and context.spec.needs_messages:
-        context.messages = await asyncio.to_thread(_locate, renderer, conversation, prompt, params)
+        context.messages = await asyncio.to_thread(_locate, renderer, messages, conversation, prompt, params)
     return conversation, prompt
 
 
-def _locate(renderer: HfRenderer, conversation: Any, prompt: Any, params: Any) -> list[LocatedMessage] | SpanError:
+def _locate(
+    renderer: HfRenderer, sent: Any, conversation: Any, prompt: Any, params: Any
+) -> list[LocatedMessage] | SpanError:
     text = prompt.get("prompt")
     if not isinstance(text, str):
         return SpanError("the prompt was rendered to tokens without its text")
@@ -191,9 +193,17 @@ def _locate(renderer: HfRenderer, conversation: Any, prompt: Any, params: Any) -
         return rendered
 
     try:
-        return locate_messages(conversation, text, render)
+        located = locate_messages(conversation, text, render)
     except SpanError as error:
         return error
+    if len(sent) != len(conversation):
+        return located
+    return [
+        split_joined(one, text[slice(*(one.parts[0] or (0, 0)))] if one.parts else "", was["content"], now["content"])
+        if was.get("content") is not None
+        else one
+        for one, was, now in zip(located, sent, conversation, strict=True)
+    ]
 
 
 def _generate(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from guard.mia.spec import MAX_RANGES, SELECTOR, AttentionCapture, MiaSpec, Span, TokenRanges, span_of
@@ -17,6 +17,10 @@ from guard.mia.spec import MAX_RANGES, SELECTOR, AttentionCapture, MiaSpec, Span
 Message = dict[str, Any]
 CharRange = tuple[int, int]
 Offsets = Sequence[tuple[int, int]]
+
+JOINED_BY = "\n"
+"""What vLLM 0.29 puts between the text parts of a content for a template that takes no lists."""
+
 T = TypeVar("T")
 
 
@@ -28,11 +32,14 @@ class SpanError(ValueError):
 class LocatedMessage:
     """One message's text in the rendered prompt, by part of its content: None where the template does not show it.
 
-    A content that is one text is one part; parts that are not text (images) count, and are never shown.
+    A content that is one text is one part; parts that are not text (images) count, and are never shown. ``joined``: the
+    whole text where vLLM made one of the parts. ``known_parts`` is False where that cannot be told apart again.
     """
 
     role: str
     parts: tuple[CharRange | None, ...]
+    joined: CharRange | None = None
+    known_parts: bool = True
 
 
 def locate_messages(
@@ -52,6 +59,28 @@ def locate_messages(
         )
         for message, marked_message in zip(messages, marked, strict=True)
     ]
+
+
+def split_joined(located: LocatedMessage, shown: str, content: Any, joined: Any) -> LocatedMessage:
+    """Tell the parts of a content apart where vLLM made one text of them, for templates that take no lists.
+
+    shown: the message's text in the prompt. content: as the client sent it. joined: as the template got it.
+    """
+    if not isinstance(content, list) or not isinstance(joined, str) or located.parts[:1] in ((), (None,)):
+        return located
+    texts = [part["text"] if _is_text(part) else None for part in content]
+    shown_texts = [text for text in texts if text is not None]
+    if JOINED_BY.join(shown_texts) != joined or len(shown_texts) < len(texts):
+        return replace(located, known_parts=len(content) == 1)
+    ((begin, end),) = [part for part in located.parts if part is not None]
+    # Templates trim: what is shown of the joined text begins where the rest of it is white space.
+    at = begin - joined.index(shown)
+    parts: list[CharRange | None] = []
+    for text in shown_texts:
+        part = (max(begin, at), min(end, at + len(text)))
+        parts.append(part if part[0] < part[1] else None)
+        at += len(text) + len(JOINED_BY)
+    return replace(located, parts=tuple(parts), joined=(begin, end))
 
 
 def _mark(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
@@ -138,12 +167,18 @@ def select(selector: str, messages: Sequence[LocatedMessage]) -> list[CharRange]
     else:
         named = [message for message in messages if message.role == match["role"]]
         chosen = {"first": named[:1], "last": named[-1:]}.get(match["which"] or "all", named)
+    if match["part"] is not None and not all(message.known_parts for message in chosen):
+        raise SpanError("the parts of this content were made one text that cannot be taken apart again")
     parts = [
         part
         for message in chosen
-        for part in (message.parts if match["part"] is None else _nth(message.parts, int(match["part"])))
+        for part in (_whole(message) if match["part"] is None else _nth(message.parts, int(match["part"])))
     ]
     return [part for part in parts if part is not None]
+
+
+def _whole(message: LocatedMessage) -> Sequence[CharRange | None]:
+    return message.parts if message.joined is None else [message.joined]
 
 
 def _nth(items: Sequence[T], index: int) -> list[T]:

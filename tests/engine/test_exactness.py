@@ -100,6 +100,23 @@ def test_spans_are_the_messages_tokens(engine: Engine) -> None:
     assert answer.readouts[0].span_tokens["data"] == ((24, 24 + len("hello there")),)
 
 
+def test_parts_of_a_content_are_spans_though_the_template_takes_no_lists(engine: Engine) -> None:
+    parts = [{"type": "text", "text": text} for text in ("Summarise:", " a document", "another one ")]
+    spec = MiaSpec.model_validate(
+        {
+            "spans": {"all": "user", "second": "user.last.part.1", "third": "message.-1.part.-1"},
+            "attention": {"a": {"heads": HEADS, "spans": ["all", "second", "third"]}},
+        }
+    )
+    (answer,) = engine.chat(spec, [[{"role": "system", "content": "Be kind."}, {"role": "user", "content": parts}]])
+    tokens = answer.readouts[0].span_tokens
+    ((begin, _),) = tokens["all"]
+    # One token a byte; the template trims the message's end.
+    assert tokens["second"] == ((begin + 11, begin + 22),)
+    assert tokens["third"] == ((begin + 23, begin + 34),)
+    assert answer.items["a"].status == "complete"
+
+
 def test_rows_at_any_positions_are_the_models_own(engine: Engine) -> None:
     captures = {
         "all": {"layer": 2, "positions": "all"},

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, select, to_tokens
+from guard.mia.spans import (
+    LocatedMessage,
+    SpanError,
+    locate_messages,
+    resolve_spec,
+    select,
+    split_joined,
+    to_tokens,
+)
 from guard.mia.spec import MiaSpec
 
 CHATML = (
@@ -144,3 +152,27 @@ def test_a_span_in_more_places_than_a_spec_has_room_for_is_unavailable() -> None
     resolved = resolve_spec(spec, places, [(i, i + 1) for i in range(900)], prompt_len=900)
     assert "300 places" in resolved.unavailable["a"]
     assert set(resolved.spec.captures) == {"h"}
+
+
+@given(st.lists(st.text("ab \n", max_size=6), min_size=1, max_size=5), st.sampled_from([str, str.strip, str.lstrip]))
+def test_parts_that_were_joined_are_told_apart(texts: list[str], trim: Callable[[str], str]) -> None:
+    content = [{"type": "text", "text": text} for text in texts]
+    joined = "\n".join(texts)
+    shown = trim(joined)
+    assume(shown)
+    prompt = f"<{shown}>"
+    located = split_joined(LocatedMessage("user", ((1, 1 + len(shown)),)), shown, content, joined)
+    assert located.known_parts
+    for text, part in zip(texts, located.parts, strict=True):
+        got = "" if part is None else prompt[part[0] : part[1]]
+        # Trimming takes from the first and the last part what is white space there.
+        assert got.strip() == text.strip()
+        assert got in text
+
+
+def test_parts_that_cannot_be_told_apart_are_no_parts() -> None:
+    content = [{"type": "text", "text": "a"}, {"type": "image_url"}, {"type": "text", "text": "b"}]
+    located = split_joined(LocatedMessage("user", ((0, 11),)), "<image>\na\nb", content, "<image>\na\nb")
+    assert select("user", [located]) == [(0, 11)]
+    with pytest.raises(SpanError, match="taken apart"):
+        select("user.part.0", [located])
