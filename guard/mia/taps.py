@@ -2,10 +2,15 @@
 
 Owns what a "layer" is and where its output is whole. Works on any vLLM model whose decoder is one ``ModuleList`` of
 blocks with one attention each, and refuses the rest with the reason. Never touches requests or batches.
+
+Relies on (vLLM 0.29): Attention.{impl, attn_type, num_heads, num_kv_heads, head_size, sliding_window, has_sink,
+kv_sharing_target_layer_name}, MLAAttention, MambaBase, TransformersBase.attention_instances, and what blocks are called
+with: ``hidden_states`` and ``residual``.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.transformers.base import Base as TransformersBase
 from vllm.v1.attention.backend import AttentionType
 
@@ -27,6 +33,15 @@ EMBEDDING = 0
 STREAM_ARGUMENT = "hidden_states"
 """What vLLM's and transformers' decoder blocks call the stream."""
 
+RESIDUAL_ARGUMENT = "residual"
+"""What vLLM's decoder blocks call the part of the stream that the block before has left to be added."""
+
+POSITION_ARGUMENTS = {"positions", "position_ids"}
+"""What they call the tokens' positions."""
+
+TAPS_ATTRIBUTE = "mia_taps"
+"""Name under which a tapped module keeps its taps."""
+
 
 class UnsupportedModelError(RuntimeError):
     """The model cannot be tapped exactly; the message says why."""
@@ -34,33 +49,51 @@ class UnsupportedModelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Decoder:
-    """Blocks and their attention by layer number, counted from 1 as in transformers' ``hidden_states``.
-
-    ``returns_residual``: a block that returns a tuple returns (hidden, residual) and the stream is their sum; else its
-    first element alone is the stream.
-    """
+    """Blocks and their attention by layer number, counted from 1 as in transformers' ``hidden_states``."""
 
     blocks: dict[int, nn.Module]
     attention: dict[int, Attention]
-    returns_residual: bool
 
 
 def find_decoder(model: nn.Module) -> Decoder:
     """Locate the decoder blocks. Raises ``UnsupportedModelError``."""
+    name = type(model).__name__
+    if reason := _unsupported(model):
+        raise UnsupportedModelError(f"{name}: {reason}")
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     candidates = [(blocks, attention) for blocks in lists if (attention := _attention_per_block(blocks))]
-    candidates += _transformers_backend(model, lists)
+    candidates = _without_parts_of_others(candidates + _transformers_backend(model, lists))
     if len(candidates) != 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(candidates)} lists of decoder blocks with one attention each; taps need "
-            "exactly one (encoder-decoder, MLA and linear-attention models are not supported)"
+            f"{name} has {len(candidates)} lists of decoder blocks with one causal attention each; taps need one"
         )
     ((blocks, attention),) = candidates
-    return Decoder(
-        blocks=dict(enumerate(blocks, start=1)),
-        attention=dict(enumerate(attention, start=1)),
-        returns_residual=not isinstance(model, TransformersBase),
-    )
+    return Decoder(dict(enumerate(blocks, start=1)), dict(enumerate(attention, start=1)))
+
+
+def _without_parts_of_others(candidates: list[tuple[nn.ModuleList, list[Attention]]]) -> list[Any]:
+    """Some models list their blocks a second time in part: those that share keys, for one."""
+    kept: list[tuple[nn.ModuleList, list[Attention]]] = []
+    for candidate in sorted(candidates, key=lambda candidate: -len(candidate[0])):
+        if not any(set(candidate[0]) <= set(blocks) for blocks, _ in kept):
+            kept.append(candidate)
+    return kept
+
+
+def _unsupported(model: nn.Module) -> str:
+    """Why a model with such layers cannot be tapped, or nothing."""
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            return "multi-head latent attention (MLA) keeps no keys of its own for each head"
+        if isinstance(module, MambaBase):
+            return f"{type(module).__name__} is linear attention or a state-space layer, which has no attention to read"
+        if isinstance(module, Attention) and module.attn_type == AttentionType.ENCODER_DECODER:
+            return "an encoder-decoder's cross attention reads another text than its prompt"
+        if type(module).__name__.endswith("AltUp"):
+            return "its blocks carry several streams (AltUp)"
+        if getattr(module, "fast_prefill_enabled", False):
+            return "with kv_sharing_fast_prefill the last blocks do not see the prompt's tokens"
+    return ""
 
 
 def _transformers_backend(model: nn.Module, lists: list[nn.ModuleList]) -> list[tuple[nn.ModuleList, list[Attention]]]:
@@ -87,10 +120,14 @@ def _attention_per_block(blocks: nn.ModuleList) -> list[Attention]:
 def attention_shape(layer: Attention) -> AttentionShape:
     """Read what recomputing this layer's attention takes. Raises ``UnsupportedModelError`` where it would differ."""
     impl = layer.impl
+    if type(layer) is not Attention and not hasattr(layer, TAPS_ATTRIBUTE):
+        raise UnsupportedModelError(f"attention readouts do not know {type(layer).__name__}")
     if getattr(impl, "alibi_slopes", None) is not None:
         raise UnsupportedModelError("attention readouts do not know ALiBi biases")
     if layer.has_sink:
         raise UnsupportedModelError("attention readouts do not know attention sinks")
+    if layer.kv_sharing_target_layer_name is not None:
+        raise UnsupportedModelError(f"attention readouts: {layer.layer_name} uses the keys of another layer")
     return AttentionShape(
         query_heads=layer.num_heads,
         key_heads=layer.num_kv_heads,
@@ -105,12 +142,13 @@ def attention_shape(layer: Attention) -> AttentionShape:
 class BlockTaps:
     """What happens after one block: steering first, so that a capture shows the steered stream.
 
-    ``embedding``: what is copied on the way into the first block, whose argument ``stream_index`` is the stream.
+    ``defers``: see ``_defers``. ``embedding``: what is copied on the way into the first block, whose argument
+    ``stream_index`` is the stream.
     """
 
     steer: SteerTap | None
     hidden: GatherTap | None
-    returns_residual: bool
+    defers: bool | None
     embedding: GatherTap | None = None
     stream_index: int = 0
 
@@ -127,7 +165,7 @@ def insert(decoder: Decoder, buffers: TapBuffers) -> None:
     """Put the ops into the blocks and attention layers that ``buffers`` has taps for."""
     for number in sorted({max(number, 1) for number in (*buffers.hidden, *buffers.steer)}):
         block = decoder.blocks[number]
-        taps = BlockTaps(buffers.steer.get(number), buffers.hidden.get(number), decoder.returns_residual)
+        taps = BlockTaps(buffers.steer.get(number), buffers.hidden.get(number), _defers(block))
         if number == 1 and EMBEDDING in buffers.hidden:
             taps.embedding, taps.stream_index = buffers.hidden[EMBEDDING], _stream_index(block)
         _put(block, taps, _tapped_block)
@@ -143,13 +181,50 @@ def _stream_index(block: nn.Module) -> int:
     return names.index(STREAM_ARGUMENT)
 
 
+def _defers(block: nn.Module) -> bool | None:
+    """Whether the second tensor that a block returns is still to be added to the first, by the next block.
+
+    A block that reads the ``residual`` it is given does so. One that overwrites it, or takes nothing beside positions
+    and the stream, has added everything itself, whatever else it returns. Of any other nobody knows: None.
+    """
+    forward = inspect.unwrap(type(block).forward)
+    names = set(inspect.signature(forward).parameters) - {"self"}
+    if RESIDUAL_ARGUMENT in names:
+        return _first_use(forward, RESIDUAL_ARGUMENT) == "LOAD"
+    return None if names - POSITION_ARGUMENTS - {STREAM_ARGUMENT} else False
+
+
+def _first_use(function: Callable[..., Any], variable: str) -> str | None:
+    """``LOAD`` or ``STORE``: what a function does first with a local variable, in the order in which it evaluates."""
+    for instruction in dis.get_instructions(function):
+        # One instruction may handle two variables: STORE_FAST_LOAD_FAST with their names as a tuple.
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        uses = [part for part in instruction.opname.split("_") if part in ("LOAD", "STORE")]
+        for name, use in zip(names, uses, strict=False):
+            if name == variable:
+                return use
+    return None
+
+
+def _stream(output: Any, defers: bool | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tensors whose sum is the stream after a block that returned ``output``. Raises ``UnsupportedModelError``."""
+    hidden, *more = output if isinstance(output, tuple) else (output,)
+    second = more[0] if more else None
+    known = second is None or (isinstance(second, torch.Tensor) and defers is not None)
+    if len(more) > 1 or not known:
+        raise UnsupportedModelError("a decoder block returns more than the stream, and taps do not know what")
+    if hidden.dim() != 2 and not (hidden.dim() == 3 and hidden.shape[0] == 1):
+        raise UnsupportedModelError(f"a decoder block returns {hidden.dim()} dimensions, where one stream has 2")
+    return hidden, second if defers else None
+
+
 def _put(module: Any, taps: BlockTaps | AttentionTaps, subclass_of: Callable[[Any], type[nn.Module]]) -> None:
     """Give ``module`` its taps and make it of the subclass that uses them.
 
     A subclass set on the instance leaves the module tree, parameter names and isinstance checks as they are, and Dynamo
     inlines its method, while it does not see a ``forward`` patched onto an instance.
     """
-    module.mia_taps = taps
+    setattr(module, TAPS_ATTRIBUTE, taps)
     module.__class__ = subclass_of(type(module))
 
 
@@ -162,8 +237,7 @@ def _tapped_block(base: Any) -> type[nn.Module]:
             tap = taps.embedding
             torch.ops.mia.gather_rows(stream, None, tap.rows, tap.count, tap.out)
         output = base.forward(self, *args, **kwargs)
-        hidden = output[0] if isinstance(output, tuple) else output
-        residual = output[1] if isinstance(output, tuple) and taps.returns_residual else None
+        hidden, residual = _stream(output, taps.defers)
         if taps.steer is not None:
             tap = taps.steer
             torch.ops.mia.steer_rows(

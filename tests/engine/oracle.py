@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from tests.engine.tiny_models import save_tiny_model
+from tests.engine.tiny_multimodal import save_tiny_speech_model, save_tiny_vision_model
+
+MULTIMODAL = {"idefics3": save_tiny_vision_model, "whisper": save_tiny_speech_model}
 
 
 @dataclass
@@ -71,6 +74,8 @@ def _pool() -> ProcessPoolExecutor:
 
 def save(architecture: str, folder: Path) -> Path:
     """Write a tiny random model of ``architecture`` into ``folder``; returns it."""
+    if (multimodal := MULTIMODAL.get(architecture)) is not None:
+        return _pool().submit(multimodal, folder).result()
     return _pool().submit(save_tiny_model, architecture, folder).result()
 
 
@@ -81,10 +86,13 @@ def read(folder: Path, prompts: Sequence[Sequence[int]], *pushes: Push) -> list[
 def _read(folder: Path, prompts: list[list[int]], pushes: tuple[Push, ...]) -> list[Reading]:
     import torch
     from torch import nn
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    layers = model.config.num_hidden_layers
+    auto: Any = AutoModelForCausalLM
+    if hasattr(AutoConfig.from_pretrained(folder), "vision_config"):
+        auto = AutoModelForImageTextToText
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    layers = model.config.get_text_config().num_hidden_layers
     (blocks,) = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
     hidden: dict[int, Any] = {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|end|>\n{% endfor %}"
@@ -15,6 +15,18 @@ CHAT_TEMPLATE = (
 )
 
 SMALL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
+
+GEMMA4 = {
+    **SMALL,
+    "head_dim": 32,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 272,
+    "num_kv_shared_layers": 0,
+    "tie_word_embeddings": True,
+}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
@@ -31,6 +43,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gemma3_text": {**SMALL, "head_dim": 32, "query_pre_attn_scalar": 48, "sliding_window": 24},
+    "gemma4_text": GEMMA4,  # its blocks are listed twice; layers of both kinds have their own keys
     "phi3": {**SMALL, "pad_token_id": 0},
     "granite": {
         **SMALL,
@@ -39,6 +52,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
     },
+    "cohere": SMALL,  # attention and MLP side by side; the block adds all by itself
+    "exaone4": {**SMALL, "sliding_window": 24, "sliding_window_pattern": 2},  # norms behind what they norm
+    "falcon": {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "multi_query": True,
+        "alibi": False,
+        "new_decoder_architecture": False,
+    },
+    "glm4": {**SMALL, "head_dim": 32},  # norms before and behind; rotary embedding of half a head
+    "gpt_neox": {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192},
+    "stablelm": SMALL,  # its block returns a residual that nobody adds
     "gpt2": {"n_embd": 128, "n_head": 4},
     "opt": {"hidden_size": 128, "num_attention_heads": 4, "ffn_dim": 192, "word_embed_proj_dim": 128},
     "olmo2": SMALL,
@@ -51,6 +76,67 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
+}
+
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 3,
+}
+STATE_SPACE = {"hidden_size": 128, "state_size": 16}
+ALTERNATING = ["linear_attention", "full_attention", "linear_attention"]
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**SMALL, **LATENT, "num_key_value_heads": 4},
+    "deepseek_v3": {**SMALL, **LATENT, "num_key_value_heads": 4},
+    "mamba": STATE_SPACE,
+    "mamba2": {**STATE_SPACE, "num_heads": 8, "head_dim": 32, "n_groups": 1},
+    "jamba": {**SMALL, "mamba_d_state": 16, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_h1": {**SMALL, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16},
+    "qwen3_next": {
+        **SMALL,
+        "head_dim": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "layer_types": ALTERNATING,
+    },
+    "gemma3n_text": {
+        **SMALL,
+        "head_dim": 32,
+        "intermediate_size": [192, 192, 192],
+        "activation_sparsity_pattern": [0.0, 0.0, 0.0],
+        "laurel_rank": 16,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 272,
+        "num_kv_shared_layers": 0,
+        "tie_word_embeddings": True,
+    },
+    "gemma4_shared": {**GEMMA4, "model_type": "gemma4_text", "num_kv_shared_layers": 1},
+    "llama4_text": {
+        **SMALL,
+        "head_dim": 32,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 192,
+        "attention_chunk_size": 128,
+        "interleave_moe_layer_step": 1,
+    },
+    "bloom": {"hidden_size": 128, "n_head": 4, "n_layer": 3, "tie_word_embeddings": True},
+    "gpt_oss": {**SMALL, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
 }
 
 
@@ -66,26 +152,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_tiny_model(architecture: str, folder: Path, layers: int = 3, seed: int = 0) -> Path:
-    """Write a random float32 model of ``architecture`` with tokenizer into ``folder``; returns it."""
-    torch.manual_seed(seed)
-    common = {
-        "num_hidden_layers": layers,
-        "vocab_size": 272,
-        "max_position_embeddings": 2048,
-        "eos_token_id": 257,
-        "bos_token_id": None,
-        "pad_token_id": 258,
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    }
-    config = AutoConfig.for_model(architecture, **common | ARCHITECTURES[architecture])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Random attention is nearly uniform; wider weights give patterns that a wrong mask or scale would change.
+COMMON = {
+    "vocab_size": 272,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 257,
+    "bos_token_id": None,
+    "pad_token_id": 258,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+
+def widen(model: PreTrainedModel) -> None:
+    """Random attention is nearly uniform; wider weights give patterns that a wrong mask or scale would change."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and "embed" not in name:
                 parameter.mul_(4.0)
+
+
+def save_tiny_model(architecture: str, folder: Path, layers: int = 3, seed: int = 0) -> Path:
+    """Write a random float32 model of ``architecture`` with tokenizer into ``folder``; returns it."""
+    torch.manual_seed(seed)
+    fields = {**COMMON, "num_hidden_layers": layers} | (ARCHITECTURES | REFUSED)[architecture]
+    config = AutoConfig.for_model(fields.pop("model_type", architecture), **fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    widen(model)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
