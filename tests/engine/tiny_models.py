@@ -67,6 +67,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128, "n_head": 4},
     "opt": {"hidden_size": 128, "num_attention_heads": 4, "ffn_dim": 192, "word_embed_proj_dim": 128},
     "olmo2": SMALL,
+    "vaultgemma": {  # transformers backend; a scale of its own
+        **SMALL,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 48,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 5.0,
+    },
     "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         **SMALL,

@@ -75,7 +75,7 @@ class Adapter:
         self._reader = Reader(self.router, self.buffers, probes, shard)
         self._decoder = decoder
         self._plan: StepPlan | None = None
-        self._started = False
+        self._forwarded = False
         insert(decoder, self.buffers)
         logger.info(
             "mia: hidden-state taps at layers %s, attention taps for %d heads, steering at layers %s with %d vectors; "
@@ -103,11 +103,6 @@ class Adapter:
             self.router.add(request_id, spec, prompt_len)
 
     def before_forward(self, batch: BatchView) -> None:
-        if not self._started:
-            # Models run through transformers' code set their attention scale in the first forward pass, the warm-up.
-            shapes = {layer: attention_shape(self._decoder.attention[layer]) for layer in self.buffers.query}
-            self.buffers.attention_shapes.update(shapes)
-            self._started = True
         self._plan = self.router.fill(batch)
 
     def before_dummy(self) -> None:
@@ -119,6 +114,12 @@ class Adapter:
         plan, self._plan = self._plan, None
         if plan is None:
             return {}
+        if not self._forwarded:
+            # Models run through transformers' code set their attention scale in their first forward pass; on a CPU
+            # without compilation there is no warm-up, and this was it.
+            shapes = {layer: attention_shape(self._decoder.attention[layer]) for layer in self.buffers.query}
+            self.buffers.attention_shapes.update(shapes)
+            self._forwarded = True
         return {request_id: reading.to_wire() for request_id, reading in self._reader.read(plan).items()}
 
     def vectors(self) -> dict[str, str]:
