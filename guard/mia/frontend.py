@@ -38,7 +38,7 @@ from guard.mia.results import (
 )
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, split_joined
 from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
-from guard.mia.windows import first_steered
+from guard.mia.windows import ENDLESS, Window, first_steered, steered
 
 TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
 
@@ -107,14 +107,18 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
     Raises ``VLLMValidationError`` when the spec needs something that this prompt cannot have.
     """
     if not (isinstance(prompt, dict) and prompt.get("type") == "token"):
-        raise VLLMValidationError("mia reads and steers prompts of text alone", parameter="mia")
+        raise VLLMValidationError("mia reads and steers prompts of text alone", parameter="vllm_xargs.mia")
     ids = prompt["prompt_token_ids"]
     resolved = resolve_spec(context.spec, context.messages, prompt.get("prompt_token_offsets"), len(ids))
     spec = resolved.spec
     for i, steer in enumerate(spec.steer):
         if steer.gate is not None and (reason := resolved.unavailable.get(steer.gate.readout)):
             # Its gate could never open: better no answer than one that is silently not steered.
-            raise VLLMValidationError(f"mia.steer.{i}.gate: {reason}", parameter=f"mia.steer.{i}.gate")
+            raise VLLMValidationError(f"mia.steer.{i}.gate: {reason}", parameter=f"vllm_xargs.mia.steer.{i}.gate")
+        if steer.coefficient != 0.0 and not steered(steer, len(ids), 0, Window(0, 0, ENDLESS)):
+            where = f"mia.steer.{i}.positions"
+            message = f"{where}: of the prompt's {len(ids)} tokens it would steer none"
+            raise VLLMValidationError(message, parameter=f"vllm_xargs.{where}")
     context.prompts[request_id] = PreparedPrompt(
         index=len(context.prompts),
         token_ids=ids,

@@ -68,28 +68,34 @@ def steer_rows(
     coefficients, targets: ``[capacity]`` float32, read. keep_norm: ``[capacity]`` bool, read.
     bounds: ``[passes + 1]`` int64 on the host, read: pass p has entries ``bounds[p]:bounds[p + 1]``, each of another
     row. bank: ``[vectors, hidden_size]`` float32, read. dose_limit: ``[1]`` float32, read: most of ``|change| /
-    |stream|``; a stronger change is shortened to it. doses: ``[capacity]`` float32, written: what each entry asked for.
-    The change is computed in float32 and rounded once.
+    |stream|`` that all passes together may make of a row; a stronger change is shortened to it. doses: ``[capacity]``
+    float32, written: what the passes up to each entry's asked for. The change is computed in float32 and rounded once.
     """
     flat = hidden.view(-1, hidden.shape[-1])
+    addend = None if residual is None else residual.reshape(flat.shape)
     limits = bounds.tolist()
+
+    def stream(wanted: torch.Tensor) -> torch.Tensor:
+        there = flat.index_select(0, wanted).float()
+        return there if addend is None else there + addend.index_select(0, wanted).float()
+
+    untouched = stream(rows[: limits[-1]])
     for begin, end in itertools.pairwise(limits):
         if begin == end:
             continue
         part = slice(begin, end)
-        wanted = rows[part]
-        before = flat.index_select(0, wanted).float()
-        if residual is not None:
-            before = before + residual.reshape(flat.shape).index_select(0, wanted).float()
+        wanted, start = rows[part], untouched[part]
+        before = stream(wanted) if begin else start
         vectors = bank.index_select(0, slots[part])
         change = _change(before, vectors, coefficients[part, None], modes[part, None], targets[part, None])
         after = before + change
         old, new = before.norm(dim=1, keepdim=True), after.norm(dim=1, keepdim=True)
         has_direction = new > LEAST_RELATIVE_NORM * old
         change = torch.where(keep_norm[part, None] & has_direction, after * (old / new) - before, change)
-        dose = change.norm(dim=1, keepdim=True) / old.clamp_min(1e-12)
+        total = before + change - start if begin else change
+        dose = total.norm(dim=1, keepdim=True) / start.norm(dim=1, keepdim=True).clamp_min(1e-12)
         doses[part] = dose[:, 0]
-        change = torch.where(dose > dose_limit, change * (dose_limit / dose), change)
+        change = torch.where(dose > dose_limit, start + total * (dose_limit / dose) - before, change)
         flat.index_add_(0, wanted, change.to(flat.dtype))
 
 

@@ -5,6 +5,7 @@ Owns the formulas. Reads the taps after a step, as ``routing`` planned it; never
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -164,19 +165,22 @@ class Reader:
             shape = self._buffers.attention_shapes[layer]
             places = [i for i, (at, _) in enumerate(capture.heads) if at == layer]
             local = self._local([capture.heads[i][1] for i in places], shape)
-            columns = [i for i, head in zip(places, local, strict=True) if head is not None]
-            heads = [head for head in local if head is not None]
-            if not heads:
-                continue
-            queries = self._queries(layer, slot, chunk.length)[:, heads].cpu()
-            keys = tracked.keys.keys[layer][:end, [head // shape.group for head in heads]]
-            block = max(1, MAX_LOGITS_AT_ONCE // (len(heads) * end))
-            for first in range(0, chunk.length, block):
-                rows = attention_weights(queries[first : first + block], keys, chunk.start + first, shape)
-                for span, mask in masks.items():
-                    mass[span][first : first + block, columns] = rows[:, :, mask].sum(dim=2).numpy()
-                if weights is not None:
-                    weights[first : first + block, columns] = rows.numpy()
+            queries = self._queries(layer, slot, chunk.length).cpu()
+            by_key_head: dict[int, list[tuple[int, int]]] = defaultdict(list)
+            for column, head in zip(places, local, strict=True):
+                if head is not None:
+                    by_key_head[head // shape.group].append((column, head))
+            for key_head, pairs in by_key_head.items():
+                columns, heads = [column for column, _ in pairs], [head for _, head in pairs]
+                keys = tracked.keys.keys[layer][:end, key_head]
+                block = max(1, MAX_LOGITS_AT_ONCE // (len(heads) * end))
+                for first in range(0, chunk.length, block):
+                    some = queries[first : first + block, heads]
+                    rows = attention_weights(some, keys, chunk.start + first, shape)
+                    for span, mask in masks.items():
+                        mass[span][first : first + block, columns] = rows[:, :, mask].sum(dim=2).numpy()
+                    if weights is not None:
+                        weights[first : first + block, columns] = rows.numpy()
         positions = tuple(range(chunk.start, end))
         return AttentionRowsReadout("complete", capture.heads, positions, mass=mass, weights=weights)
 
@@ -184,8 +188,9 @@ class Reader:
         tap = self._buffers.steer[chunk.layer]
         doses = tap.doses[chunk.fresh : chunk.end].cpu().numpy()
         if len(doses):
-            # Lengths beyond float32 are infinite, which JSON has no word for.
-            doses = np.nan_to_num(doses)
+            # JSON has no word for what is beyond float32, or for what becomes of a stream that is.
+            doses = np.nan_to_num(doses, nan=np.inf)
+            doses = np.minimum(doses, np.finfo(np.float32).max)
             report = tracked.steering[chunk.index]
             tracked.steering[chunk.index] = replace(
                 report,
@@ -306,13 +311,13 @@ def _mask(spec: MiaSpec, span: str, length: int) -> torch.Tensor:
 def attention_weights(
     queries: torch.Tensor, keys: torch.Tensor, first_position: int, shape: AttentionShape
 ) -> torch.Tensor:
-    """Attention probabilities of consecutive tokens, for chosen heads.
+    """Attention probabilities of consecutive tokens, for heads that share a key head.
 
     queries: ``[tokens, heads, head_size]`` float32, of the tokens from ``first_position`` on. keys: ``[all tokens up to
-    the last of them, heads, head_size]`` float32, those that each head looks at. Returns ``[tokens, heads, all
-    tokens]``: softmax over t of ``softcap(scale * q.k_t)``, zero after the token itself and outside the window.
+    the last of them, head_size]`` float32. Returns ``[tokens, heads, all tokens]``: softmax over t of ``softcap(scale *
+    q.k_t)``, zero after the token itself and outside the window.
     """
-    logits = torch.einsum("nhd,thd->nht", queries, keys) * shape.scale
+    logits = torch.einsum("nhd,td->nht", queries, keys) * shape.scale
     if shape.softcap:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
     distance = torch.arange(first_position, first_position + len(queries))[:, None] - torch.arange(len(keys))

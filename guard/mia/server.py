@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from guard.mia.access import may_ask
 from guard.mia.artifact_store import ArtifactFolderError, ArtifactStore, NoSpaceError, artifact_store
 from guard.mia.artifacts import FileFormat, dropped, without_values
 from guard.mia.compat import CompatConfig, compat_of
@@ -54,7 +55,7 @@ class MiaMiddleware:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._live(scope, receive, send)
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or not may_ask(scope):
             return await self.app(scope, receive, send)
         body = await _read_body(receive)
         if body is None:

@@ -7,12 +7,23 @@ taps for is checked elsewhere (``guard.mia.engine_config``); here only what any 
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 MAX_SPEC_BYTES = 64 * 1024
 """Longest accepted JSON text of one spec."""
@@ -40,9 +51,10 @@ SELECTOR = re.compile(
     r"(?:\.part\.(?P<part>-?\d{1,6}))?"
 )
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
-Layer = Annotated[int, Field(ge=0, le=1024)]
-Head = tuple[Annotated[int, Field(ge=1, le=1024)], Annotated[int, Field(ge=0, le=1024)]]
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+Name = Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
+Layer = Annotated[int, Field(ge=0, le=1024, strict=True)]
+Head = tuple[Annotated[int, Field(ge=1, le=1024, strict=True)], Annotated[int, Field(ge=0, le=1024, strict=True)]]
 """``(layer, head)``: layers count blocks from 1, as ``hidden_states[i]`` of transformers does; heads from 0."""
 
 
@@ -69,7 +81,7 @@ class _Model(BaseModel):
 class TokenRanges(_Model):
     """Token ranges of the final prompt, half open, counted from 0."""
 
-    tokens: Annotated[tuple[tuple[int, int], ...], Field(min_length=1, max_length=MAX_RANGES)]
+    tokens: Annotated[tuple[tuple[StrictInt, StrictInt], ...], Field(min_length=1, max_length=MAX_RANGES)]
 
     @field_validator("tokens")
     @classmethod
@@ -86,7 +98,29 @@ class SpanPositions(_Model):
     span: Name
 
 
-Positions = Literal["last_prompt", "prompt", "generated", "all"] | TokenRanges | SpanPositions
+def _form(value: Any) -> str:
+    """Which of the ways to say positions or a span a value is, so that an error is about that one."""
+    if isinstance(value, TokenRanges | SpanPositions):
+        return IN_TOKENS if isinstance(value, TokenRanges) else IN_SPAN
+    if isinstance(value, dict):
+        return IN_SPAN if "span" in value else IN_TOKENS
+    return IN_WORDS
+
+
+IN_WORDS, IN_TOKENS, IN_SPAN = "(words)", "(tokens)", "(span)"
+"""Forms. Pydantic puts them into an error's path, where nobody has written them."""
+
+FORMS = frozenset({IN_WORDS, IN_TOKENS, IN_SPAN})
+
+_Tokens = Annotated[TokenRanges, Tag(IN_TOKENS)]
+_Span = Annotated[SpanPositions, Tag(IN_SPAN)]
+_by_form = Discriminator(
+    _form, "form", 'cannot be said in this way: here it is words, {"tokens": ...} or {"span": ...}'
+)
+
+Positions = Annotated[
+    Annotated[Literal["last_prompt", "prompt", "generated", "all"], Tag(IN_WORDS)] | _Tokens | _Span, _by_form
+]
 """Which tokens are read: the last of the prompt, all of it, each generated one, both, token ranges of the prompt, or a
 span. The last generated token is never fed to the model, so it has no row."""
 
@@ -119,7 +153,9 @@ class AttentionCapture(_Model):
     heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=MAX_HEADS)]
     spans: Annotated[tuple[Name, ...], Field(max_length=16)] = ()
     weights: bool = False
-    positions: Literal["last_prompt", "generated"] | TokenRanges | SpanPositions = "last_prompt"
+    positions: Annotated[Annotated[Literal["last_prompt", "generated"], Tag(IN_WORDS)] | _Tokens | _Span, _by_form] = (
+        "last_prompt"
+    )
 
 
 class QKCapture(_Model):
@@ -155,7 +191,7 @@ Deliver = Literal["answer", "safetensors", "pt"]
 SteeringMethod = Literal["add_vector", "project", "ablate", "replace"]
 
 Selector = Annotated[str, Field(max_length=64)]
-Span = TokenRanges | Annotated[tuple[Selector, ...], Field(min_length=1, max_length=16)]
+Span = Annotated[_Tokens | Annotated[tuple[Selector, ...], Field(min_length=1, max_length=16), Tag(IN_WORDS)], _by_form]
 """Token ranges, or message selectors whose texts are joined: ``system``, ``user.last``, ``tool``, ``message.3``.
 
 A bare role means all messages of that role. ``message.-1`` counts from the end. ``.part.N`` behind either takes the Nth
@@ -201,7 +237,7 @@ class Steer(_Model):
     vector: Name
     """Name of a vector that the engine was started with."""
 
-    layer: Annotated[int, Field(ge=1, le=1024)]
+    layer: Annotated[int, Field(ge=1, le=1024, strict=True)]
     """After which block, counted from 1."""
 
     coefficient: Annotated[float, Field(ge=-1e4, le=1e4, allow_inf_nan=False)]
@@ -219,7 +255,7 @@ class Steer(_Model):
     phase: Literal["prefill", "decode", "both"] = "both"
     """At which tokens: those of the prompt, those that are generated, or all."""
 
-    positions: Literal["all", "last"] | TokenRanges = "all"
+    positions: Annotated[Annotated[Literal["all", "last"], Tag(IN_WORDS)] | _Tokens, _by_form] = "all"
     """Which of them: all; of the prompt only the last (generated ones are each the last when they come); or ranges of
     tokens, counted from the prompt's first on through the generated ones."""
 
@@ -275,7 +311,10 @@ class MiaSpec(_Model):
     def _selectors_parse(cls, value: dict[str, Span]) -> dict[str, Span]:
         for name, span in value.items():
             if isinstance(span, tuple):
-                check_selectors(name, span)
+                try:
+                    check_selectors(name, span)
+                except ValueError as error:
+                    raise _FieldError(name, str(error)) from None
         return value
 
     @model_validator(mode="after")
@@ -290,6 +329,9 @@ class MiaSpec(_Model):
             spans = (*(capture.spans if isinstance(capture, AttentionCapture) else ()), *span_of(capture))
             if missing := set(spans) - self.spans.keys():
                 raise _FieldError(f"{kind}.{name}", f"undefined spans: {', '.join(sorted(missing))}")
+        for kind, name, capture in self._captures_by_kind():
+            if isinstance(capture, AttentionCapture | QKCapture) and len(set(capture.heads)) < len(capture.heads):
+                raise _FieldError(f"{kind}.{name}.heads", "a head is named once")
         for name, attention in self.attention.items():
             if not (attention.spans or attention.weights):
                 raise _FieldError(f"attention.{name}", "names no spans and does not ask for weights")
@@ -345,6 +387,12 @@ def parse_spec(text: object) -> MiaSpec:
     if len(text.encode(errors="replace")) > MAX_SPEC_BYTES:
         raise SpecError(f"longer than {MAX_SPEC_BYTES} bytes")
     try:
+        json.loads(text, object_pairs_hook=_once_each)
+    except _FieldError as error:
+        raise SpecError(str(error)) from None
+    except (ValueError, RecursionError):
+        pass  # not JSON, which the next line says better
+    try:
         return MiaSpec.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -352,5 +400,11 @@ def parse_spec(text: object) -> MiaSpec:
         below = (
             found_by_check.path.split(".") if isinstance(found_by_check, _FieldError) and found_by_check.path else []
         )
-        path = ".".join(["mia", *(str(part) for part in first["loc"]), *below])
+        path = ".".join(["mia", *(str(part) for part in first["loc"] if part not in FORMS), *below])
         raise SpecError(f"{path}: {first['msg']}", path) from None
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> None:
+    """Of a key that is written twice nobody knows which value was meant. Raises ``_FieldError``."""
+    if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+        raise _FieldError("", f"the key {twice[0][:64]!r} is written twice")

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from guard.mia.spec import NAME
+
 TENSOR_NAME = "vector"
 
 
@@ -57,6 +59,8 @@ class Bank:
         """
         if self.folder is None:
             raise SteeringFolderError("there is no steering folder")
+        if not NAME.fullmatch(name):
+            raise SteeringFolderError(f"{name!r} is no name of a vector: letters, digits, '_', '-' and '.', up to 64")
         vector = _load_vector(self.folder / f"{name}.safetensors", self.vectors.shape[1])
         if name not in self.slots:
             free = sorted(set(range(len(self.vectors))) - set(self.slots.values()))
@@ -87,11 +91,14 @@ def _load_vector(path: Path, hidden_size: int) -> torch.Tensor:
     except (OSError, SafetensorError) as error:
         raise SteeringFolderError(f"steering vector {path}: {error}") from error
     vector = tensors.get(TENSOR_NAME)
-    if vector is None or vector.shape != (hidden_size,):
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    if vector is None or vector.shape != (hidden_size,) or not vector.is_floating_point():
+        shapes = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         raise SteeringFolderError(
-            f"steering vector {path} must hold one tensor {TENSOR_NAME!r} of [{hidden_size}], not {shapes}"
+            f"steering vector {path} must hold one tensor {TENSOR_NAME!r} of [{hidden_size}] floats, not {shapes}"
         )
-    if not torch.isfinite(vector).all() or not vector.any():
-        raise SteeringFolderError(f"steering vector {path} is zero or has values that are not finite")
-    return vector.float()
+    vector = vector.float()
+    length = float(vector.norm())
+    # Methods divide by the length: it must be a number, and so must its square.
+    if not (torch.isfinite(vector).all() and 0.0 < length < float("inf")):
+        raise SteeringFolderError(f"steering vector {path} is zero, not finite, or too long or short for float32")
+    return vector

@@ -150,5 +150,21 @@ async def test_a_gate_on_a_readout_that_the_prompt_cannot_have_is_a_400(server: 
         CHAT,
         json={"model": "tiny", "messages": MESSAGES, "vllm_xargs": {"mia": json.dumps(spec)}, "max_tokens": 2},
     )
-    assert status == 400
-    assert "tool" in json.loads(raw)["error"]["message"]
+    error = json.loads(raw)["error"]
+    assert (status, error["param"]) == (400, "vllm_xargs.mia.steer.0.gate")
+    assert "tool" in error["message"]
+
+
+@pytest.mark.parametrize("key", [None, "another key"])
+async def test_who_has_no_key_learns_nothing_from_specs_either(server: Server, key: str | None) -> None:
+    spec = json.dumps(steer("no-such"))
+    body = {"model": "tiny", "messages": MESSAGES, "vllm_xargs": {"mia": spec}}
+    status, raw = await server.request("POST", CHAT, key=key, json=body)
+    assert status == 401
+    assert b"push" not in raw
+
+
+async def test_steering_that_would_reach_no_token_is_a_400(server: Server) -> None:
+    status, raw = await server.ask(spec=steer("push", phase="prefill", positions={"tokens": [[5000, 6000]]}))
+    error = json.loads(raw)["error"]
+    assert (status, error["param"]) == (400, "vllm_xargs.mia.steer.0.positions")

@@ -63,7 +63,7 @@ def test_steering_changes_the_rows_that_it_names_pass_by_pass_and_no_more_than_t
     _, _, rows, slots, all_modes, coefficients, targets, _, _, bank, _, doses = arguments
     base = residual.numpy().astype(np.float64) if residual is not None else np.zeros((TOKENS, WIDTH))
     stream = hidden.numpy().astype(np.float64) + base
-    asked = []
+    start, asked = stream.copy(), []
     for i, row in enumerate(rows.tolist()):
         v, c, s = bank[slots[i]].numpy().astype(np.float64), float(coefficients[i]), stream[row].copy()
         u = v / np.linalg.norm(v)
@@ -71,11 +71,13 @@ def test_steering_changes_the_rows_that_it_names_pass_by_pass_and_no_more_than_t
             int(all_modes[i])
         ]
         after = after * np.linalg.norm(s) / np.linalg.norm(after) if keep else after
-        asked.append(np.linalg.norm(after - s) / np.linalg.norm(s))
-        stream[row] = s + (after - s) * min(1.0, limit / asked[-1])
+        asked.append(np.linalg.norm(after - start[row]) / np.linalg.norm(start[row]))
+        stream[row] = start[row] + (after - start[row]) * min(1.0, limit / asked[-1])
     torch.ops.mia.steer_rows(*arguments)
     np.testing.assert_allclose(hidden.numpy() + base, stream, atol=1e-4)
     np.testing.assert_allclose(doses.numpy(), asked, rtol=1e-3)
+    total = np.linalg.norm(stream - start, axis=1) / np.linalg.norm(start, axis=1)
+    assert (total <= limit + 1e-6).all()
     untouched = sorted(set(range(TOKENS)) - set(rows.tolist()))
     assert torch.equal(hidden[untouched], before[untouched])
 

@@ -32,10 +32,10 @@ def test_attention_is_the_models_own(first: int, tokens: int, window: int | None
     shape = AttentionShape(query_heads=6, key_heads=2, head_size=8, scale=0.4, softcap=softcap, window=window)
     generator = torch.Generator().manual_seed(first)
     queries = torch.randn(tokens, 3, 8, generator=generator) * 2
-    keys = torch.randn(first + tokens, 3, 8, generator=generator) * 2
+    keys = torch.randn(first + tokens, 8, generator=generator) * 2
     got = attention_weights(queries, keys, first, shape)
     np.testing.assert_allclose(got.sum(dim=2).numpy(), 1.0, atol=1e-6)
     for n in range(tokens):
         for head in range(3):
-            expected = slow_weights(queries[n, head].numpy(), keys[:, head].numpy(), first + n, shape)
+            expected = slow_weights(queries[n, head].numpy(), keys.numpy(), first + n, shape)
             np.testing.assert_allclose(got[n, head].numpy(), expected, atol=1e-6)

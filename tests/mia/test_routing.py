@@ -154,6 +154,7 @@ class Slow:
     def steered(self, position: int, layer: int, bank: torch.Tensor) -> torch.Tensor:
         """One token's stream after everything that acts there, one thing after the other."""
         stream, in_prompt = WORLD.stream(self.index, position, layer), position < self.prompt_len
+        start = stream
         for i, steer in enumerate(self.spec.steer):
             in_ranges, is_last = position in {1, 2, *range(5, 20)}, position >= self.prompt_len - 1
             here = {"all": True, "last": is_last}[steer.positions] if isinstance(steer.positions, str) else in_ranges
@@ -173,7 +174,7 @@ class Slow:
             after = after * stream.norm() / after.norm() if keeps else after
             if position >= self.seen:
                 self.steered_tokens[i] += 1
-                self.dose[i] = max(self.dose[i], float((after - stream).norm() / stream.norm()))
+                self.dose[i] = max(self.dose[i], float((after - start).norm() / start.norm()))
             stream = after
         return stream
 

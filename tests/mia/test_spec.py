@@ -38,7 +38,7 @@ RISK = {"risk": {"probe": "x"}}
         ({"hidden": {"h": {"layer": 3, "position": "first"}}}, "mia.hidden.h.position"),
         ({"hidden": {"h": {"layer": 3, "positions": "first"}}}, "mia.hidden.h.positions"),
         ({"hidden": {"h": {"layer": 3, "positions": {"span": "nowhere"}}}}, "mia.hidden.h"),
-        ({"hidden": {"h": {"layer": 3, "positions": {"tokens": [[3, 2]]}}}}, "mia.hidden.h.positions"),
+        ({"hidden": {"h": {"layer": 3, "positions": {"tokens": [[3, 2]]}}}}, "mia.hidden.h.positions.tokens"),
         ({"hidden": {"bad name!": {"layer": 3}}}, "mia.hidden.bad name!"),
         ({"attention": {"focus": {"heads": [], "spans": ["data"]}}}, "mia.attention.focus.heads"),
         ({"attention": {"focus": {"heads": [[2, 0]]}}}, "mia.attention.focus"),
@@ -57,8 +57,16 @@ RISK = {"risk": {"probe": "x"}}
         ({"steer": [GATED | {"gate": GATE | {"readout": "focus"}}]}, "mia.steer.0.gate.span"),
         ({"steer": [GATED | {"gate": GATE | {"below": 1}}], "probes": RISK}, "mia.steer.0.gate"),
         ({"probes": {"h": {"probe": "x"}}}, "mia.hidden.h"),
-        ({"spans": {"data": "user.part"}}, "mia.spans"),
-        ({"spans": {"data": "User says"}}, "mia.spans"),
+        ({"spans": {"data": "user.part"}}, "mia.spans.data"),
+        ({"spans": {"data": {"tokens": [[0, "1"]]}}}, "mia.spans.data.tokens.0.1"),
+        ({"spans": {"data": {"span": "instruction"}}}, "mia.spans.data"),
+        ({"hidden": {"h": {"layer": "3"}}}, "mia.hidden.h.layer"),
+        ({"hidden": {"h": {"layer": True}}}, "mia.hidden.h.layer"),
+        ({"hidden": {"h": {"layer": 3, "positions": {}}}}, "mia.hidden.h.positions.tokens"),
+        ({"hidden": {"h": {"layer": 3, "positions": {"tokens": [[0, 1]], "span": "data"}}}}, "mia.hidden.h.positions"),
+        ({"attention": {"focus": {"heads": [[2, 1], [2, 1]], "spans": ["data"]}}}, "mia.attention.focus.heads"),
+        ({"steer": [{"vector": "v", "layer": 2, "coefficient": 1, "positions": {"span": "data"}}]}, "mia.steer.0.pos"),
+        ({"spans": {"data": "User says"}}, "mia.spans.data"),
         ({"spans": {"data": {"tokens": [[4, 4]]}}}, "mia.spans.data"),
         ({"steer": [{"vector": "../x", "layer": 2, "coefficient": 1}]}, "mia.steer.0.vector"),
         ({"steer": [{"vector": "v", "layer": 0, "coefficient": 1}]}, "mia.steer.0.layer"),
@@ -82,6 +90,11 @@ def test_a_mistake_is_refused_at_its_field(change: dict, param: str) -> None:
 def test_what_is_not_a_json_object_in_a_string_is_refused(text: object) -> None:
     with pytest.raises(SpecError):
         parse_spec(text)
+
+
+def test_a_key_that_is_written_twice_is_refused() -> None:
+    with pytest.raises(SpecError, match="'layer' is written twice"):
+        parse_spec('{"hidden": {"h": {"layer": 1, "layer": 2}}}')
 
 
 def test_an_oversized_spec_is_refused_before_it_is_parsed() -> None:

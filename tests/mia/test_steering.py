@@ -30,6 +30,12 @@ def test_vectors_are_found_by_name_and_stacked_in_the_asked_order(tmp_path: Path
         {"direction": torch.ones(4)},
         {"vector": torch.zeros(4)},
         {"vector": torch.tensor([1.0, float("nan"), 0.0, 0.0])},
+        {"vector": torch.full((4,), 1e300, dtype=torch.float64)},
+        {"vector": torch.full((4,), 1e-300, dtype=torch.float64)},
+        {"vector": torch.full((4,), 1e30)},
+        {"vector": torch.full((4,), 1e-30)},
+        {"vector": torch.ones(4, dtype=torch.int64)},
+        {"vector": torch.ones(4, dtype=torch.bool)},
     ],
 )
 def test_a_vector_that_does_not_fit_the_model_stops_the_start_and_names_the_file(tmp_path: Path, tensors: dict) -> None:
@@ -50,3 +56,9 @@ def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
         vector_names(tmp_path / "nowhere")
     with pytest.raises(SteeringFolderError, match=r"gone\.safetensors"):
         load_bank(tmp_path, ("gone",), 4, CPU)
+
+
+@pytest.mark.parametrize("name", ["../other/vector", "/etc/passwd", "a/b", "", "a" * 65, "a\n"])
+def test_a_name_is_never_a_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SteeringFolderError, match="no name of a vector"):
+        load_bank(tmp_path, (name,), 4, CPU)
