@@ -1,6 +1,7 @@
 """vLLM's front end, in the API server or offline: specs go in resolved, readouts come out at their request.
 
 Relies on (vLLM 0.29): HfRenderer.{render_messages, render_messages_async}, safe_apply_chat_template,
+BaseRenderer.{process_for_engine, process_for_engine_async},
 AsyncLLM.generate, InputProcessor.process_inputs, OutputProcessor.{add_request, process_outputs, request_states},
 RequestState.{external_req_id, request_index}, EngineCoreOutput.kv_transfer_params,
 TokensInput["prompt_token_offsets"].
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers.base import BaseRenderer
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
@@ -39,6 +41,9 @@ from guard.mia.results import (
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, split_joined
 from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
 from guard.mia.windows import ENDLESS, Window, first_steered, steered
+
+NOT_TEXT = ("multi_modal_data", "prompt_embeds", "encoder_prompt")
+"""Keys of a tokenized prompt that is more than its tokens."""
 
 TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
 
@@ -160,6 +165,8 @@ def install() -> None:
     """Wrap vLLM's front-end methods. Safe to call once per process, before any engine exists."""
     wrap(HfRenderer, "render_messages", _render_messages)
     wrap(HfRenderer, "render_messages_async", _render_messages_async)
+    wrap(BaseRenderer, "process_for_engine", _process_for_engine)
+    wrap(BaseRenderer, "process_for_engine_async", _process_for_engine_async)
     wrap(AsyncLLM, "generate", _generate)
     wrap(InputProcessor, "process_inputs", _process_inputs)
     wrap(OutputProcessor, "add_request", _add_request)
@@ -208,6 +215,30 @@ def _locate(
         else one
         for one, was, now in zip(located, sent, conversation, strict=True)
     ]
+
+
+def _process_for_engine(original: Any, renderer: BaseRenderer, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_what_is_not_text(prompt)
+    return original(renderer, prompt, *args, **kwargs)
+
+
+async def _process_for_engine_async(
+    original: Any, renderer: BaseRenderer, prompt: Any, *args: Any, **kwargs: Any
+) -> Any:
+    _refuse_what_is_not_text(prompt)
+    return await original(renderer, prompt, *args, **kwargs)
+
+
+def _refuse_what_is_not_text(prompt: Any) -> None:
+    """Before vLLM looks at images: once it has, its cache believes that the engine has them too, and fails whoever
+    sends the same image next."""
+    context = _current.get()
+    if context is not None and context.spec.asks and any(prompt.get(key) is not None for key in NOT_TEXT):
+        raise _not_text()
+
+
+def _not_text() -> VLLMValidationError:
+    return VLLMValidationError("mia reads and steers prompts of text alone", parameter="mia")
 
 
 def _generate(

@@ -15,7 +15,7 @@ from tests.engine.engines import engine
 from tests.engine.tiny_models import ARCHITECTURES
 
 LAYERS, HEADS = (0, 1, 2, 3), tuple((layer, head) for layer in (1, 2, 3) for head in range(4))
-COMPILED = ("gemma2", "llama", "mixtral", "olmo2", "qwen3")
+COMPILED = ("idefics3", "gemma2", "llama", "mixtral", "olmo2", "qwen3")
 CASES = [(name, False) for name in (*ARCHITECTURES, "idefics3")] + [(name, True) for name in COMPILED]
 # Lengths on both sides of the sliding windows (24) and of a step's tokens (128).
 CONVERSATIONS = [

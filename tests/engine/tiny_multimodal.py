@@ -20,8 +20,11 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 
 from tests.engine.tiny_models import COMMON, SMALL, byte_tokenizer, widen
 
-IMAGE_SIZE, PATCH_SIZE, SCALE = 28, 7, 2
-IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE // SCALE) ** 2
+TILE_SIZE, PATCH_SIZE, SCALE = 28, 7, 2
+TILE_TOKENS = (TILE_SIZE // PATCH_SIZE // SCALE) ** 2
+IMAGE_TOKENS = 5 * TILE_TOKENS
+"""Of a picture of two by two tiles: these, and the whole once more, smaller."""
+
 SPECIAL = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 
 
@@ -38,7 +41,7 @@ def save_tiny_vision_model(folder: Path) -> Path:
             "intermediate_size": 64,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
-            "image_size": IMAGE_SIZE,
+            "image_size": TILE_SIZE,
             "patch_size": PATCH_SIZE,
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -49,9 +52,9 @@ def save_tiny_vision_model(folder: Path) -> Path:
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     widen(model)
     model.save_pretrained(folder)
-    edge = {"longest_edge": IMAGE_SIZE}
-    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
-    Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS).save_pretrained(folder)
+    sizes = {"size": {"longest_edge": 2 * TILE_SIZE}, "max_image_size": {"longest_edge": TILE_SIZE}}
+    images = Idefics3ImageProcessorPil(**sizes)
+    Idefics3Processor(images, tokenizer, image_seq_len=TILE_TOKENS).save_pretrained(folder)
     return folder
 
 
@@ -83,5 +86,5 @@ def save_tiny_speech_model(folder: Path) -> Path:
 def image_url() -> str:
     """A small picture, as chat messages carry it."""
     data = io.BytesIO()
-    Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), (200, 30, 60)).save(data, "png")
+    Image.new("RGB", (2 * TILE_SIZE, 2 * TILE_SIZE), (200, 30, 60)).save(data, "png")
     return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
