@@ -199,7 +199,10 @@ def _locate(
 
     def render(messages: list[dict[str, Any]]) -> str:
         conversation: Any = messages
-        rendered = safe_apply_chat_template(renderer.model_config, renderer.get_tokenizer(), conversation, **kwargs)
+        try:
+            rendered = safe_apply_chat_template(renderer.model_config, renderer.get_tokenizer(), conversation, **kwargs)
+        except ValueError as error:
+            raise SpanError("the chat template takes these messages only with their own texts") from error
         assert isinstance(rendered, str)
         return rendered
 
@@ -210,11 +213,17 @@ def _locate(
     if len(sent) != len(conversation):
         return located
     return [
-        split_joined(one, text[slice(*(one.parts[0] or (0, 0)))] if one.parts else "", was["content"], now["content"])
+        split_joined(one, _first_shown(one, text), was["content"], now["content"])
         if was.get("content") is not None
         else one
         for one, was, now in zip(located, sent, conversation, strict=True)
     ]
+
+
+def _first_shown(message: LocatedMessage, prompt: str) -> str:
+    """The text of a message's first part in the prompt."""
+    first = message.parts[0] if message.parts else None
+    return prompt[slice(*first)] if isinstance(first, tuple) else ""
 
 
 def _process_for_engine(original: Any, renderer: BaseRenderer, prompt: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,18 @@
 """Named spans become token ranges of the final prompt, for any chat template.
 
 Owns the search: the template is rendered a second time with a marker in place of every message's text, which shows
-where each text lands; the real prompt must then be exactly those pieces with the texts between them. Nothing is assumed
-about any model's template. Never touches vLLM.
+where each text lands; the real prompt must then be exactly those pieces with the texts between them. A text that the
+template rewrites is given up and stays in the next rendering as it is, so that the others are found all the same.
+Nothing is assumed about any model's template. Never touches vLLM.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,6 +25,13 @@ Offsets = Sequence[tuple[int, int]]
 JOINED_BY = "\n"
 """What vLLM 0.29 puts between the text parts of a content for a template that takes no lists."""
 
+MAX_RENDERINGS = 8
+"""Each text that a template rewrites costs another one."""
+
+UNSEEN = "the chat template drops or rewrites this message's text, so it cannot be located in the prompt"
+REWRITTEN = "the chat template rewrites this message's text, so it cannot be located in the prompt"
+DEPENDENT = "what the chat template writes depends on the messages' texts, so this one cannot be located in the prompt"
+
 T = TypeVar("T")
 
 
@@ -30,16 +41,25 @@ class SpanError(ValueError):
 
 @dataclass(frozen=True)
 class LocatedMessage:
-    """One message's text in the rendered prompt, by part of its content: None where the template does not show it.
+    """One message's text in the rendered prompt, by part of its content: None where the template does not show it, an
+    error where it may be anywhere.
 
     A content that is one text is one part; parts that are not text (images) count, and are never shown. ``joined``: the
     whole text where vLLM made one of the parts. ``known_parts`` is False where that cannot be told apart again.
     """
 
     role: str
-    parts: tuple[CharRange | None, ...]
+    parts: tuple[CharRange | SpanError | None, ...]
     joined: CharRange | None = None
     known_parts: bool = True
+
+
+class _GiveUpError(Exception):
+    """The prompt is not what a rendering with markers says; the texts at ``markers`` may be why."""
+
+    def __init__(self, reason: str, *markers: str) -> None:
+        super().__init__(reason)
+        self.markers = markers
 
 
 def locate_messages(
@@ -47,17 +67,36 @@ def locate_messages(
 ) -> list[LocatedMessage]:
     """Find every message's text in ``prompt``, which is what ``render(messages)`` gave.
 
-    Raises ``SpanError`` when the template changes texts or shows them in a way that markers do not.
+    Raises ``SpanError`` when the template does not give the same prompt twice, or rewrites too many texts.
     """
-    marked, texts = _mark(messages)
-    pieces = _order(render(marked), list(texts))
-    found = _walk(prompt, pieces, texts)
+    key = secrets.token_hex(8)
+    texts = {
+        _marker(key, i, j): text
+        for i, message in enumerate(messages)
+        for j, text in enumerate(_texts(message.get("content")))
+        if text is not None and text.strip()
+    }
+    given_up: dict[str, SpanError] = {}
+    for rendering in range(1, MAX_RENDERINGS + 1):
+        left = texts.keys() - given_up.keys()
+        rendered = render([_marked(message, key, i, left) for i, message in enumerate(messages)])
+        try:
+            found = _walk(prompt, _order(rendered, key), texts)
+            break
+        except _GiveUpError as failed:
+            # A marker that is not there may have been rewritten too, and is then taken for the template's own text.
+            unseen = {marker: SpanError(UNSEEN) for marker in left if marker not in rendered}
+            more = unseen or {marker: SpanError(str(failed)) for marker in failed.markers}
+            if not more or rendering == MAX_RENDERINGS:
+                raise SpanError(str(failed)) from None
+            given_up |= more
+    places: dict[str, CharRange | SpanError] = {**given_up, **found}
     return [
         LocatedMessage(
             str(message.get("role", "")),
-            tuple(found.get(marker) for marker in _markers(marked_message)),
+            tuple(places.get(_marker(key, i, j)) for j in range(len(_texts(message.get("content"))))),
         )
-        for message, marked_message in zip(messages, marked, strict=True)
+        for i, message in enumerate(messages)
     ]
 
 
@@ -68,11 +107,13 @@ def split_joined(located: LocatedMessage, shown: str, content: Any, joined: Any)
     """
     if not isinstance(content, list) or not isinstance(joined, str) or located.parts[:1] in ((), (None,)):
         return located
+    if isinstance(located.parts[0], SpanError):
+        return replace(located, parts=(located.parts[0],) * len(content))
     texts = [part["text"] if _is_text(part) else None for part in content]
     shown_texts = [text for text in texts if text is not None]
-    if JOINED_BY.join(shown_texts) != joined or len(shown_texts) < len(texts):
+    if JOINED_BY.join(shown_texts) != joined or len(shown_texts) < len(texts) or shown not in joined:
         return replace(located, known_parts=len(content) == 1)
-    ((begin, end),) = [part for part in located.parts if part is not None]
+    ((begin, end),) = [part for part in located.parts if isinstance(part, tuple)]
     # Templates trim: what is shown of the joined text begins where the rest of it is white space.
     at = begin - joined.index(shown)
     parts: list[CharRange | None] = []
@@ -83,78 +124,72 @@ def split_joined(located: LocatedMessage, shown: str, content: Any, joined: Any)
     return replace(located, parts=tuple(parts), joined=(begin, end))
 
 
-def _mark(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-    """Copies of ``messages`` with a marker for every text, and the texts by marker."""
-    key = secrets.token_hex(8)
-    texts: dict[str, str] = {}
+def _marker(key: str, message: int | str, part: int | str) -> str:
+    return f"mia{key}n{message}p{part}e"
 
-    def marker(text: str) -> str:
-        name = f"mia{key}n{len(texts)}e"
-        texts[name] = text
-        return name
 
-    marked = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str) and content.strip():
-            content = marker(content)
-        elif isinstance(content, list):
-            content = [
-                {**part, "text": marker(part["text"])} if _is_text(part) and part["text"].strip() else part
-                for part in content
-            ]
-        marked.append({**message, "content": content})
-    return marked, texts
+def _texts(content: Any) -> list[str | None]:
+    """The text of every part of a content: None of what is not text."""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] if _is_text(part) else None for part in content] if isinstance(content, list) else []
 
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
-def _markers(message: Message) -> list[str]:
-    """The marker of every part of the content; what has none gets a text that is no marker."""
+def _marked(message: Message, key: str, i: int, markers: Set[str]) -> Message:
+    """A copy of message ``i`` in which its own of ``markers`` stand for their texts."""
     content = message.get("content")
     if isinstance(content, str):
-        return [content]
-    return [part["text"] if _is_text(part) else "" for part in content] if isinstance(content, list) else []
+        return {**message, "content": marker if (marker := _marker(key, i, 0)) in markers else content}
+    if isinstance(content, list):
+        parts = [
+            {**part, "text": marker} if (marker := _marker(key, i, j)) in markers else part
+            for j, part in enumerate(content)
+        ]
+        return {**message, "content": parts}
+    return message
 
 
-def _order(rendered: str, markers: list[str]) -> list[tuple[str, str]]:
+def _order(rendered: str, key: str) -> list[tuple[str, str]]:
     """The rendered text as ``(marker, literal after it)`` in order; the first entry has no marker."""
-    places = []
-    for marker in markers:
-        if (count := rendered.count(marker)) > 1:
-            raise SpanError(f"the chat template shows a message {count} times")
-        if count == 1:
-            places.append((rendered.index(marker), marker))
-    places.sort()
     pieces, end, name = [], 0, ""
-    for place, marker in places:
-        pieces.append((name, rendered[end:place]))
-        end, name = place + len(marker), marker
+    seen = Counter[str]()
+    for place in re.finditer(_marker(key, r"\d+", r"\d+"), rendered):
+        pieces.append((name, rendered[end : place.start()]))
+        end, name = place.end(), place[0]
+        seen[name] += 1
+    if repeated := [marker for marker, count in seen.items() if count > 1]:
+        raise _GiveUpError("the chat template shows this message more than once", *repeated)
     return [*pieces, (name, rendered[end:])]
 
 
 def _walk(prompt: str, pieces: list[tuple[str, str]], texts: dict[str, str]) -> dict[str, CharRange]:
+    """Where each marker's text lies, if the prompt is exactly these pieces. Raises ``_GiveUpError``."""
     found: dict[str, CharRange] = {}
     at = 0
-    for marker, literal in pieces:
+    for (marker, literal), (following, _) in zip(pieces, [*pieces[1:], ("", "")], strict=True):
+        forms = [form for form in _forms(texts[marker]) if prompt.startswith(form, at)] if marker else [""]
+        if not forms:
+            raise _GiveUpError(REWRITTEN, marker)
+        # Whichever way the text is shown, the literal after it must follow at once.
+        form = next((form for form in forms if prompt.startswith(literal, at + len(form))), None)
+        end = len(prompt) if form is None else at + len(form) + len(literal)
+        if form is None or (not following and end != len(prompt)):
+            raise _GiveUpError(DEPENDENT, *(name for name in (marker, following) if name))
         if marker:
-            text = texts[marker]
-            # Templates trim texts; whichever way must let the literal after it follow at once.
-            for shown in dict.fromkeys((text, text.strip(), text.rstrip(), text.lstrip())):
-                if prompt.startswith(shown, at) and prompt.startswith(literal, at + len(shown)):
-                    found[marker] = (at, at + len(shown))
-                    at += len(shown)
-                    break
-            else:
-                raise SpanError("the chat template rewrites a message's text, so it cannot be located in the prompt")
-        elif not prompt.startswith(literal):
-            raise SpanError("the chat template depends on the messages' texts, so they cannot be located in the prompt")
-        at += len(literal)
-    if at != len(prompt):
-        raise SpanError("the chat template depends on the messages' texts, so they cannot be located in the prompt")
+            found[marker] = (at, at + len(form))
+        at = end
     return found
+
+
+def _forms(text: str) -> list[str]:
+    """How templates show a text: as it is, trimmed, or inside a JSON string."""
+    trimmed = dict.fromkeys((text, text.strip(), text.rstrip(), text.lstrip()))
+    escaped = (json.dumps(form, ensure_ascii=ascii)[1:-1] for form in trimmed for ascii in (False, True))
+    return list(dict.fromkeys((*trimmed, *escaped)))
 
 
 def select(selector: str, messages: Sequence[LocatedMessage]) -> list[CharRange]:
@@ -174,10 +209,13 @@ def select(selector: str, messages: Sequence[LocatedMessage]) -> list[CharRange]
         for message in chosen
         for part in (_whole(message) if match["part"] is None else _nth(message.parts, int(match["part"])))
     ]
-    return [part for part in parts if part is not None]
+    for part in parts:
+        if isinstance(part, SpanError):
+            raise part
+    return [part for part in parts if isinstance(part, tuple)]
 
 
-def _whole(message: LocatedMessage) -> Sequence[CharRange | None]:
+def _whole(message: LocatedMessage) -> Sequence[CharRange | SpanError | None]:
     return message.parts if message.joined is None else [message.joined]
 
 

@@ -81,9 +81,13 @@ def test_text_parts_are_found_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("template", [SHOUTS, REPEATS, DEPENDS])
-def test_a_template_that_rewrites_texts_is_an_error(template: str) -> None:
-    with pytest.raises(SpanError):
-        shown(template, [{"role": "user", "content": "now please"}, {"role": "user", "content": "go"}])
+def test_a_text_that_the_template_rewrites_is_an_error(template: str) -> None:
+    messages = [{"role": "user", "content": "now please"}, {"role": "user", "content": "go"}]
+    render = renderer(template)
+    located = locate_messages(messages, render(messages), render)
+    for selector in ("user", "user.first", "message.0"):
+        with pytest.raises(SpanError):
+            select(selector, located)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "tool"]), st.text(max_size=30)), min_size=1, max_size=5))
