@@ -1,4 +1,5 @@
-"""vLLM's start as MIA has it: MIA_WORKER decides the taps, and the middleware is there without a flag.
+"""vLLM's start: what it was told of taps is checked; and as MIA has it, MIA_WORKER decides the taps, and the middleware
+is there without a flag.
 
 Relies on (vLLM 0.29): EngineArgs.{create_engine_config, from_cli_args}, VllmConfig.{additional_config, model_config,
 scheduler_config}, ModelConfig.{model_arch_config, dtype}, SchedulerConfig.{max_num_batched_tokens, max_num_seqs}.
@@ -22,6 +23,7 @@ from guard.mia.compat import (
     compat_of,
     engine_config,
 )
+from guard.mia.engine_config import configured
 from guard.mia.patching import wrap
 
 MIDDLEWARE = "guard.mia.server.MiaMiddleware"
@@ -51,6 +53,8 @@ def _create_engine_config(original: Any, args: EngineArgs, *rest: Any, **kwargs:
         if "mia" not in additional and compat.uses:
             ours["mia"] = engine_config(compat, shape).model_dump(mode="json", exclude_defaults=True)
         config.additional_config = {**additional, **ours}
+    # In the front end, so that what is wrong there is said before a worker starts, and without its traceback.
+    configured(config.additional_config)
     return config
 
 

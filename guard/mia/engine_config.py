@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from guard.mia.spec import AttentionCapture, Head, Layer, MiaSpec, Name, QKCapture, SpecError
 
@@ -48,6 +48,9 @@ class EngineConfig(BaseModel):
     max_host_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
     """Host memory for what is gathered until it can be sent: keys for attention, rows of the residual stream, queries.
     Captures beyond it get ``dropped``."""
+    max_answer_bytes: Annotated[int, Field(ge=0)] = 32 * 1024 * 1024
+    """Most bytes of arrays in one answer over HTTP, before base64; readouts beyond it get ``dropped``. Files have a
+    limit of their own."""
     artifact_folder: Path | None = None
     """The operator's folder for readouts that requests want as files; None: such requests are refused."""
     max_artifact_bytes: Annotated[int, Field(ge=0)] = 1024 * 1024 * 1024
@@ -112,8 +115,17 @@ class EngineConfig(BaseModel):
                 )
 
 
+class EngineConfigError(ValueError):
+    """``additional_config["mia"]`` is wrong; the message names the field."""
+
+
 def configured(additional_config: object) -> EngineConfig | None:
-    """The engine's taps from vLLM's ``additional_config``, or None when it has none. Raises pydantic's error."""
-    if isinstance(additional_config, dict) and "mia" in additional_config:
+    """The engine's taps from vLLM's ``additional_config``, or None when it has none. Raises ``EngineConfigError``."""
+    if not (isinstance(additional_config, dict) and "mia" in additional_config):
+        return None
+    try:
         return EngineConfig.model_validate(additional_config["mia"])
-    return None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(["mia", *map(str, first["loc"])])
+        raise EngineConfigError(f"--additional-config: {path}: {first['msg']}") from None

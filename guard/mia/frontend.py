@@ -72,12 +72,14 @@ class RequestContext:
     """One request's spec, what rendering found, and the readouts as they arrive.
 
     ``vectors``: digests of the engine's steering vectors by name. ``max_grown_bytes``: most that what grows with one
-    answer may take. ``growing``: by prompt's request id and choice.
+    answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``growing``: by prompt's request id
+    and choice.
     """
 
     spec: MiaSpec
     vectors: dict[str, str] = field(default_factory=dict)
     max_grown_bytes: int = 2**63
+    max_answer_bytes: int = 2**63
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError("the request has no messages"))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
     growing: dict[tuple[str, int], Growing] = field(default_factory=dict)

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from guard.mia.access import may_ask
@@ -22,7 +23,7 @@ from guard.mia.compat import CompatConfig, compat_of
 from guard.mia.compat_request import asks, requested_spec, without_keys
 from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.frontend import RequestContext, active
-from guard.mia.results import EVENT_OBJECT, Readouts
+from guard.mia.results import EVENT_OBJECT, Readout, Readouts, not_complete, size_bytes
 from guard.mia.spec import MiaSpec, SpecError
 from guard.mia.vector_routes import vectors_of
 
@@ -38,6 +39,8 @@ EARLY_HEADER = b"x-mia-early"
 
 END_FRAME = b"data: [DONE]"
 """Clients read an event stream no further."""
+
+TOO_LARGE = "no space in an answer (max_answer_bytes); ask for files with deliver"
 
 WRITERS = 4
 """Threads that write artifacts; of their own, so that a slow disk delays nobody who wants no files."""
@@ -75,7 +78,7 @@ class MiaMiddleware:
             _check_compatible(request, spec, early)
         except SpecError as error:
             return await _send_error(send, error)
-        context = RequestContext(spec, digests, self._taps.max_host_bytes)
+        context = RequestContext(spec, digests, self._taps.max_host_bytes, self._taps.max_answer_bytes)
         if spec.needs_messages:
             request["return_token_offsets"] = True
         # The engine gets the very object that was checked, however the text spelt it.
@@ -225,6 +228,7 @@ class _Answer:
         self._context = context
         self._send = send
         self._write_files = write_files
+        self._room_bytes = context.max_answer_bytes
         self._start: Message | None = None
         self._body: list[bytes] = []
         self._early = False
@@ -247,7 +251,7 @@ class _Answer:
         async with self._sending:
             headers = [(b"content-type", b"application/x-ndjson"), (EARLY_HEADER, b"1")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send_part(_line(_event(self._context.take())))
+            await self._send_part(_line(_event(self._take_fitting())))
 
     async def send(self, message: Message) -> None:
         async with self._sending:
@@ -273,7 +277,7 @@ class _Answer:
         self._start = message
         if self._early:
             headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
-            later = [one.to_wire() for one in self._context.take()]
+            later = [one.to_wire() for one in self._take_fitting()]
             await self._send_part(_line({"status": message["status"], "headers": headers, "readouts": later}))
         elif self._streams:
             await self._send(message)
@@ -292,8 +296,23 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _take_event(self) -> dict[str, Any]:
-        readouts = self._context.take()
-        return _event(readouts) if self._write_files is None else await self._write_files(readouts)
+        if self._write_files is not None:
+            return await self._write_files(self._context.take())
+        return _event(self._take_fitting())
+
+    def _take_fitting(self) -> list[Readouts]:
+        """What has come, as far as it fits into an answer: writing JSON stops the event loop for everybody."""
+        return [replace(one, items=self._fitting(one.items)) for one in self._context.take()]
+
+    def _fitting(self, items: dict[str, Readout]) -> dict[str, Readout]:
+        fitting: dict[str, Readout] = {}
+        for name, item in items.items():
+            self._room_bytes -= size_bytes(item)
+            fits = self._room_bytes >= 0
+            fitting[name] = item if fits else not_complete(self._context.spec.captures[name], "dropped", TOO_LARGE)
+            if not fits:
+                self._room_bytes += size_bytes(item)
+        return fitting
 
     async def _send_part(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})

@@ -81,6 +81,7 @@ def command(folder: Path, artifacts: Path, *arguments: str) -> Any:
         steering_vectors=("push",),
         max_steering_vectors=2,
         max_hidden_rows_per_step=2048,
+        max_answer_bytes=MAX_BYTES,
         artifact_folder=artifacts,
         max_artifact_bytes=MAX_BYTES,
         artifact_retention_s=RETENTION_S,

@@ -255,3 +255,20 @@ def test_a_folder_that_cannot_be_written_stops_the_start_with_the_reason(model_f
 
     with pytest.raises(EngineError, match=r"artifact_folder .* cannot be written"):
         asyncio.run(start())
+
+
+async def test_readouts_that_would_make_an_answer_too_large_are_dropped_from_it_and_come_as_files(
+    server: Server,
+) -> None:
+    long = {"messages": [{"role": "user", "content": "why " * 400}]}
+    spec = {"hidden": {f"h{i}": {"layer": 1, "positions": "prompt"} for i in range(3)} | {"last": {"layer": 1}}}
+    status, raw = await server.ask(spec=spec, **long)
+    assert status == 200
+    (readouts,) = in_order(json.loads(raw)["mia"]["readouts"])
+    # A prompt of 1600 tokens takes 800 KiB, of which two fit; what is small fits all the same.
+    statuses = {name: item.status for name, item in readouts.items.items()}
+    assert statuses == {"h0": "complete", "h1": "complete", "h2": "dropped", "last": "complete"}
+    assert "max_answer_bytes" in readouts.items["h2"].reason
+    one = {"hidden": {"h": {"layer": 1, "positions": "prompt"}}}
+    event = await server.event("safetensors", spec=one, **long)
+    assert event["readouts"][0]["items"]["h"]["status"] == "complete"

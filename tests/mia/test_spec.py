@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guard.mia.engine_config import EngineConfig
+from guard.mia.engine_config import EngineConfig, EngineConfigError, configured
 from guard.mia.spec import MAX_CAPTURES, MAX_SPEC_BYTES, MiaSpec, SpecError, parse_spec
 
 FULL = {
@@ -137,3 +137,18 @@ def test_an_engine_refuses_what_it_has_no_tap_for(change: dict, param: str) -> N
     with pytest.raises(SpecError) as caught:
         engine.check(parse_spec(json.dumps(FULL | change)))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"hiden_layers": [1]}, "mia.hiden_layers"),
+        ({"hidden_layers": ["one"]}, "mia.hidden_layers.0"),
+        ({"steering_vectors": ["a", "b"], "max_steering_vectors": 1}, "max_steering_vectors has no room"),
+        ([], "mia: "),
+    ],
+)
+def test_what_an_engine_is_told_of_taps_is_an_error_that_names_the_field(given: object, field: str) -> None:
+    with pytest.raises(EngineConfigError, match=field):
+        configured({"mia": given})
+    assert configured({"other": 1}) is None

@@ -57,12 +57,14 @@ def _vectors(worker: Any) -> dict[str, str]:
 
 
 def _load_vector(worker: Any, name: str) -> tuple[str, str] | None:
+    bank = _bank(worker)
     try:
-        _bank(worker).load(name)
+        bank.load(name)
     except FullBankError as error:
         return "full", str(error)
     except SteeringFolderError as error:
-        return "unusable", str(error)
+        # Where the operator's folder is, is nothing for clients.
+        return "unusable", str(error).replace(f"{bank.folder}/", "")
     return None
 
 
