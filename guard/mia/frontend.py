@@ -42,6 +42,8 @@ from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_
 from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
 from guard.mia.windows import ENDLESS, Window, first_steered, steered
 
+NO_MESSAGES = "no chat template has rendered messages of this request"
+
 NOT_TEXT = ("multi_modal_data", "prompt_embeds", "encoder_prompt")
 """Keys of a tokenized prompt that is more than its tokens."""
 
@@ -80,7 +82,7 @@ class RequestContext:
     vectors: dict[str, str] = field(default_factory=dict)
     max_grown_bytes: int = 2**63
     max_answer_bytes: int = 2**63
-    messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError("the request has no messages"))
+    messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError(NO_MESSAGES))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
     growing: dict[tuple[str, int], Growing] = field(default_factory=dict)
     pending: list[Readouts] = field(default_factory=list)
@@ -114,7 +116,7 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
     Raises ``VLLMValidationError`` when the spec needs something that this prompt cannot have.
     """
     if not (isinstance(prompt, dict) and prompt.get("type") == "token"):
-        raise VLLMValidationError("mia reads and steers prompts of text alone", parameter="vllm_xargs.mia")
+        raise _not_text()
     ids = prompt["prompt_token_ids"]
     resolved = resolve_spec(context.spec, context.messages, prompt.get("prompt_token_offsets"), len(ids))
     spec = resolved.spec
@@ -249,7 +251,7 @@ def _refuse_what_is_not_text(prompt: Any) -> None:
 
 
 def _not_text() -> VLLMValidationError:
-    return VLLMValidationError("mia reads and steers prompts of text alone", parameter="mia")
+    return VLLMValidationError("mia reads and steers prompts of text alone", parameter="vllm_xargs.mia")
 
 
 def _generate(
