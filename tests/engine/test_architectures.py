@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,14 @@ from guard.mia.results import AttentionReadout, AttentionRowsReadout, QKReadout,
 from guard.mia.spec import MiaSpec
 from tests.engine import oracle
 from tests.engine.engines import engine
-from tests.engine.tiny_models import ARCHITECTURES
+from tests.engine.tiny_models import ARCHITECTURES, MORE_ARCHITECTURES
 
 LAYERS, HEADS = (0, 1, 2, 3), tuple((layer, head) for layer in (1, 2, 3) for head in range(4))
 COMPILED = ("idefics3", "gemma2", "llama", "mixtral", "olmo2", "qwen3")
-CASES = [(name, False) for name in (*ARCHITECTURES, "idefics3")] + [(name, True) for name in COMPILED]
+ALL = "MIA_ALL_ARCHITECTURES"
+"""Environment variable that adds the rest: minutes more."""
+REST = MORE_ARCHITECTURES if os.environ.get(ALL) else ()
+CASES = [(name, False) for name in (*ARCHITECTURES, "idefics3", *REST)] + [(name, True) for name in COMPILED]
 # Lengths on both sides of the sliding windows (24) and of a step's tokens (128).
 CONVERSATIONS = [
     [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello there " * n}] for n in (1, 9, 14)

@@ -85,6 +85,54 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "afmoe": {**SMALL, **EXPERTS, "head_dim": 32, "moe_intermediate_size": 64, "sliding_window": 24},
+    "arcee": SMALL,
+    "bitnet": SMALL,
+    "doge": SMALL,
+    "dots1": {**SMALL, **ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "ernie4_5": SMALL,
+    "ernie4_5_moe": {
+        **SMALL,
+        "moe_intermediate_size": 64,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "gemma": {**SMALL, "head_dim": 32},
+    "glm": {**SMALL, "head_dim": 32},
+    "glm4_moe": {**SMALL, **ROUTED, "head_dim": 32, "first_k_dense_replace": 1},
+    "gpt_bigcode": {"n_embd": 128, "n_head": 4, "n_layer": 3, "n_positions": 2048},
+    "gptj": {"n_embd": 128, "n_head": 4, "n_layer": 3, "rotary_dim": 16, "n_positions": 2048},
+    "granitemoe": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {  # attention layers alone
+        **SMALL,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 192,
+        "layer_types": ["attention"] * 3,
+        "position_embedding_type": "rope",
+    },
+    "helium": {**SMALL, "head_dim": 32},
+    "hunyuan_v1_dense": {**SMALL, "head_dim": 32},
+    "hyperclovax": {**SMALL, "head_dim": 32},
+    "jais2": {**SMALL, "head_dim": 32},
+    "ministral": {**SMALL, "head_dim": 32, "sliding_window": 24},
+    "nemotron": {**SMALL, "head_dim": 32},
+    "olmo": SMALL,
+    "olmo3": {**SMALL, "sliding_window": 24},
+    "olmoe": {**SMALL, **EXPERTS},
+    "persimmon": {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192},
+    "qwen2_moe": {**SMALL, **EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "seed_oss": {**SMALL, "head_dim": 32},
+    "smollm3": SMALL,
+    "starcoder2": {**SMALL, "sliding_window": None},
+}
+"""Of structures that others above have already, or of few users: tested when asked for."""
+
 LATENT = {
     "kv_lora_rank": 32,
     "q_lora_rank": 48,
@@ -181,7 +229,7 @@ def widen(model: PreTrainedModel) -> None:
 def save_tiny_model(architecture: str, folder: Path, layers: int = 3, seed: int = 0) -> Path:
     """Write a random float32 model of ``architecture`` with tokenizer into ``folder``; returns it."""
     torch.manual_seed(seed)
-    fields = {**COMMON, "num_hidden_layers": layers} | (ARCHITECTURES | REFUSED)[architecture]
+    fields = {**COMMON, "num_hidden_layers": layers} | (ARCHITECTURES | MORE_ARCHITECTURES | REFUSED)[architecture]
     config = AutoConfig.for_model(fields.pop("model_type", architecture), **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     widen(model)
