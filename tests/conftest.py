@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from guard.machine import free_port, vllm_build
+from guard.mia.registry import PluginRegistry
 
 START_LIMIT_S = 300
 STOP_LIMIT_S = 40
@@ -91,3 +92,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(autouse=True)
+def registered_analyzers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(PluginRegistry, "_registered", {})
