@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +12,8 @@ import pytest
 
 from guard.machine import free_port, vllm_build
 from guard.mia.registry import PluginRegistry
+from tests.servers import end, wait_ready
 
-START_LIMIT_S = 300
-STOP_LIMIT_S = 40
 DEFAULT_POLICY = Path(__file__).parent.parent / "policies" / "default.yaml"
 
 
@@ -45,12 +39,12 @@ def running_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPa
         # A session of its own, so that the whole group can be ended whatever happened to its leader.
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        _wait_ready(process, f"http://127.0.0.1:{port}/health", folder / "serve.log")
+        wait_ready(process, f"http://127.0.0.1:{port}/health", folder / "serve.log")
         yield RunningPair(
             f"http://127.0.0.1:{engine_port}", f"http://127.0.0.1:{port}", folder / "ledger.jsonl", process
         )
     finally:
-        _end(process)
+        end(process)
 
 
 @pytest.fixture(scope="session")
@@ -67,31 +61,6 @@ def proxy_url(running_pair: RunningPair) -> str:
 @pytest.fixture(scope="session")
 def ledger_path(running_pair: RunningPair) -> Path:
     return running_pair.ledger_path
-
-
-def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline_s = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            pytest.fail(f"guard serve ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-        try:
-            with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - a loopback address
-                if answer.status == 200:
-                    return
-        except OSError:
-            pass
-        time.sleep(0.3)
-    pytest.fail(f"guard serve was not ready after {START_LIMIT_S} s:\n{log.read_text()[-4000:]}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """First as Ctrl-C does, which stops the engine too, then by force."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.fixture(autouse=True)

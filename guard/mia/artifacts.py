@@ -15,15 +15,15 @@ import binascii
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
 
-from guard.mia.results import EVENT_OBJECT, FloatArray, Readout, Readouts
+from guard.mia.results import EVENT_OBJECT, FloatArray, Readout, Readouts, arrays
 
 FileFormat = Literal["safetensors", "pt"]
 
@@ -47,7 +47,7 @@ def encode(readouts: Sequence[Readouts], file_format: FileFormat) -> dict[str, b
         wire = without_values(one).to_wire()
         for capture, item in one.items.items():
             prefix = f"{one.prompt_index}/{one.choice_index}/{one.stage}/{capture}"
-            for field, key, array in _arrays(item):
+            for field, key, array in arrays(item):
                 name = f"{prefix}/{field}" if key is None else f"{prefix}/{field}/{key}"
                 if name in tensors:
                     raise ValueError(f"two readouts are named {name}")
@@ -104,18 +104,8 @@ def dropped(readouts: Readouts, reason: str) -> Readouts:
     )
 
 
-def _arrays(item: Readout) -> Iterator[tuple[str, Any, FloatArray]]:
-    """Field, key where the field is a dict, and array of every array in one readout, whatever its kind."""
-    for field in fields(item):
-        value = getattr(item, field.name)
-        pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else [(None, value)]
-        for key, one in pairs:
-            if isinstance(one, np.ndarray):
-                yield field.name, key, one
-
-
 def _without_arrays(item: Readout) -> Readout:
-    changes: dict[str, Any] = {field: None if key is None else {} for field, key, _ in _arrays(item)}
+    changes: dict[str, Any] = {field: None if key is None else {} for field, key, _ in arrays(item)}
     return replace(item, **changes)
 
 

@@ -40,7 +40,7 @@ from guard.mia.results import (
 )
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, split_joined
 from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
-from guard.mia.windows import ENDLESS, Window, first_steered, steered
+from guard.mia.windows import first_steered, reach
 
 NO_MESSAGES = "no chat template has rendered messages of this request"
 
@@ -124,7 +124,7 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
         if steer.gate is not None and (reason := resolved.unavailable.get(steer.gate.readout)):
             # Its gate could never open: better no answer than one that is silently not steered.
             raise VLLMValidationError(f"mia.steer.{i}.gate: {reason}", parameter=f"vllm_xargs.mia.steer.{i}.gate")
-        if steer.coefficient != 0.0 and not steered(steer, len(ids), 0, Window(0, 0, ENDLESS)):
+        if steer.coefficient != 0.0 and not reach(steer, len(ids)):
             where = f"mia.steer.{i}.positions"
             message = f"{where}: of the prompt's {len(ids)} tokens it would steer none"
             raise VLLMValidationError(message, parameter=f"vllm_xargs.{where}")

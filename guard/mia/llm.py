@@ -31,7 +31,7 @@ from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.registry import Analyzer, make_analyzer
 from guard.mia.results import Readout, Readouts
 from guard.mia.spec import MiaSpec
-from guard.mia.vectors import VectorError
+from guard.mia.vectors import VectorError, raise_refusal
 from guard.paths import cache_folder
 
 if TYPE_CHECKING:
@@ -239,8 +239,7 @@ class MiaLLM:
         self._change_vectors("mia_evict_vector", name)
 
     def _change_vectors(self, method: str, name: str) -> None:
-        if refused := [answer for answer in self.llm.collective_rpc(method, args=(name,)) if answer is not None]:
-            raise VectorError(*refused[0])
+        raise_refusal(self.llm.collective_rpc(method, args=(name,)))
 
     def close(self) -> None:
         """Stop the engine's processes."""

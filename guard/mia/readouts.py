@@ -101,7 +101,6 @@ class Reader:
             gathered = self._buffers.key[layer].out[slot : slot + chunk.length]
             keys[chunk.start : chunk.start + chunk.length].copy_(gathered.view(chunk.length, *keys.shape[1:]))
         if chunk.start > store.filled:
-            store.gap = True
             for name in (*tracked.spec.attention, *tracked.spec.qk):
                 tracked.fail(name, CACHED)
         store.filled = max(store.filled, chunk.start + chunk.length)

@@ -8,7 +8,7 @@ through the generated ones; token_ids are the tokens there, so that a consumer c
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -271,11 +271,19 @@ def _joined_weights(parts: Sequence[AttentionRowsReadout]) -> FloatArray | None:
     return np.concatenate([np.pad(one, ((0, 0), (0, 0), (0, tokens - one.shape[2]))) for one in weights])
 
 
+def arrays(item: Readout) -> Iterator[tuple[str, Any, FloatArray]]:
+    """Field, key where the field is a dict, and array of every array in one readout, whatever its kind."""
+    for one in fields(item):
+        value = getattr(item, one.name)
+        pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else [(None, value)]
+        for key, array in pairs:
+            if isinstance(array, np.ndarray):
+                yield one.name, key, array
+
+
 def size_bytes(item: Readout) -> int:
     """Of a readout's arrays."""
-    values = [getattr(item, one.name) for one in fields(item)]
-    arrays = [array for value in values for array in (value.values() if isinstance(value, dict) else [value])]
-    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+    return sum(array.nbytes for _, _, array in arrays(item))
 
 
 def not_complete(capture: Capture, status: Status, reason: str) -> Readout:

@@ -307,11 +307,11 @@ class _Answer:
     def _fitting(self, items: dict[str, Readout]) -> dict[str, Readout]:
         fitting: dict[str, Readout] = {}
         for name, item in items.items():
-            self._room_bytes -= size_bytes(item)
-            fits = self._room_bytes >= 0
-            fitting[name] = item if fits else not_complete(self._context.spec.captures[name], "dropped", TOO_LARGE)
-            if not fits:
-                self._room_bytes += size_bytes(item)
+            if (taken := size_bytes(item)) <= self._room_bytes:
+                self._room_bytes -= taken
+                fitting[name] = item
+            else:
+                fitting[name] = not_complete(self._context.spec.captures[name], "dropped", TOO_LARGE)
         return fitting
 
     async def _send_part(self, body: bytes) -> None:

@@ -31,12 +31,11 @@ class KeyStore:
     """Keys of one request, gathered chunk by chunk.
 
     keys[layer]: ``[room, key_heads, head_size]`` float32, host; ``filled`` counts the tokens from the start without a
-    gap; a chunk that starts beyond it leaves a gap for good.
+    gap.
     """
 
     keys: dict[int, torch.Tensor]
     filled: int = 0
-    gap: bool = False
 
     @property
     def room(self) -> int:

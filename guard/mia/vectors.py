@@ -28,6 +28,12 @@ class VectorError(RuntimeError):
         self.refusal = refusal
 
 
+def raise_refusal(answers: list[Any]) -> None:
+    """Raise ``VectorError`` when a worker refused. answers: one a worker, None or the refusal and its message."""
+    if refused := [answer for answer in answers if answer is not None]:
+        raise VectorError(*refused[0])
+
+
 class EngineVectors:
     """One engine's vectors as its front end knows them. Lives on one event loop."""
 
@@ -73,5 +79,4 @@ class EngineVectors:
         self._digests = {other: digest for other, digest in digests.items() if other != name}
         answers = await self._call(method, args=(name,))
         self._digests = (await self._call("mia_vectors"))[0]
-        if refused := [answer for answer in answers if answer is not None]:
-            raise VectorError(*refused[0])
+        raise_refusal(answers)

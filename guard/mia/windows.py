@@ -75,8 +75,11 @@ def steered(steer: Steer, prompt_len: int, opened_at: int | None, rows: Window) 
     return [window for window in clipped if window]
 
 
+def reach(steer: Steer, prompt_len: int) -> list[Window]:
+    """All windows that ``steer`` may ever act on, its gate open from the first; none when it changes nothing."""
+    return steered(steer, prompt_len, 0, Window(0, 0, ENDLESS)) if steer.coefficient != 0.0 else []
+
+
 def first_steered(spec: MiaSpec, prompt_len: int) -> int | None:
     """The first token that a request's steering may change; None when it changes none."""
-    whole = Window(0, 0, ENDLESS)
-    windows = [w for one in spec.steer if one.coefficient != 0.0 for w in steered(one, prompt_len, 0, whole)]
-    return min((window.start for window in windows), default=None)
+    return min((window.start for one in spec.steer for window in reach(one, prompt_len)), default=None)

@@ -12,8 +12,7 @@ from guard.engine_process import EngineProcess
 from guard.machine import vllm_build
 from tests.engine.server import KEY, Server, command, save_vector
 from tests.engine.tiny_models import save_tiny_model
-
-START_LIMIT_S = 300.0
+from tests.servers import START_LIMIT_S
 
 
 @pytest.fixture(scope="session")

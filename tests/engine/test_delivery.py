@@ -16,8 +16,8 @@ import pytest
 from guard.engine_process import EngineError, EngineProcess
 from guard.mia.artifacts import load_artifact, without_values
 from guard.mia.results import Readouts, array_from_wire
-from tests.engine.conftest import START_LIMIT_S
 from tests.engine.server import CHAT, COMPLETIONS, KEY, MAX_BYTES, MESSAGES, RETENTION_S, Server, command, frames
+from tests.servers import START_LIMIT_S
 
 pytestmark = pytest.mark.engine
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,10 +30,10 @@ from guard.mia.compat import CompatError
 from guard.mia.spec import MiaSpec, SpecError
 from tests.engine import engines, oracle
 from tests.engine.tiny_models import save_tiny_model
+from tests.servers import START_LIMIT_S, end, wait_ready
 
 pytestmark = pytest.mark.engine
 
-START_LIMIT_S = 300.0
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -467,27 +463,7 @@ def server(checkout: Checkout, command: str, **environment: str) -> Iterator[Ser
         wait_ready(process, f"http://localhost:{port}/health", log)
         yield Server(f"http://localhost:{port}/v1", str(checkout.model), environment.get("VLLM_API_KEY", "EMPTY"))
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(40)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline_s = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            pytest.fail(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-        try:
-            with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 - a loopback address
-                if answer.status == 200:
-                    return
-        except (OSError, urllib.error.URLError):
-            pass
-        time.sleep(0.3)
-    pytest.fail(f"the server was not ready:\n{log.read_text()[-4000:]}")
+        end(process)
 
 
 def test_the_served_capture_quickstart_prints_the_layers_that_were_asked_for(checkout: Checkout) -> None:

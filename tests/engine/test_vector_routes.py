@@ -70,12 +70,14 @@ async def test_a_vector_that_a_running_request_uses_stays_as_it_is(server: Serve
     save_vector(model_folder, "busy", 5)
     assert (await server.request("PUT", f"{VECTORS}/busy"))[0] == 200
     spec = {"mia": json.dumps(steer("busy"))}
-    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    # Of many choices, so that it lasts for many times as long as the questions asked meanwhile.
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 64}
     headers = {"authorization": f"Bearer {KEY}"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         session.post(server.url + CHAT, json=body | {"vllm_xargs": spec}) as answer,
     ):
+        assert answer.status == 200
         assert await answer.content.readline()
         for method in ("PUT", "DELETE"):
             status, raw = await server.request(method, f"{VECTORS}/busy")

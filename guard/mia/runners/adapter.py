@@ -6,7 +6,7 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from guard.mia.buffers import StepLimits, TapBuffers
-from guard.mia.engine_config import EngineConfig
+from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.probes import load_probes
 from guard.mia.readouts import Reader
 from guard.mia.routing import BatchView, Router, StepPlan
@@ -122,6 +122,30 @@ class Adapter:
             self._forwarded = True
         return {request_id: reading.to_wire() for request_id, reading in self._reader.read(plan).items()}
 
-    def vectors(self) -> dict[str, str]:
-        """Digests of the bank's vectors by name."""
-        return dict(self.bank.digests)
+
+def adapter_of(runner: Any) -> Adapter | None:
+    """The runner's adapter; None when its engine has no taps."""
+    return getattr(runner, ADAPTER_ATTRIBUTE, None)
+
+
+def load_model(
+    refuse_unsupported: Callable[[VllmConfig], None], original: Any, runner: Any, *args: Any, **kwargs: Any
+) -> None:
+    """A runner's ``load_model``: where taps are configured, the refusals before it and the adapter after it."""
+    config = configured(runner.vllm_config.additional_config)
+    if config is not None:
+        refuse_unsupported(runner.vllm_config)
+    original(runner, *args, **kwargs)
+    if config is None or adapter_of(runner) is not None:
+        return
+    limits = StepLimits(runner.max_num_reqs, runner.max_num_tokens)
+    adapter = Adapter(runner.model, runner.vllm_config, config, limits, runner.dtype, runner.device)
+    setattr(runner, ADAPTER_ATTRIBUTE, adapter)
+
+
+def dummy_run(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """A runner's ``_dummy_run``: profiling, warm-up, and what a data-parallel rank without work runs. No rows are
+    anyone's."""
+    if (adapter := adapter_of(runner)) is not None:
+        adapter.before_dummy()
+    return original(runner, *args, **kwargs)

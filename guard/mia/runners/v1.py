@@ -8,17 +8,15 @@ A runner without configured taps keeps vLLM's methods' cost to one attribute loo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from guard.mia.buffers import StepLimits
-from guard.mia.engine_config import configured
 from guard.mia.patching import wrap
 from guard.mia.routing import BatchView
-from guard.mia.runners.adapter import ADAPTER_ATTRIBUTE, Adapter
+from guard.mia.runners.adapter import adapter_of, dummy_run, load_model
 from guard.mia.runners.handover import attach
 from guard.mia.runners.refusals import common_reasons, refuse
 
@@ -40,29 +38,15 @@ def install() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     for runner_class in (GPUModelRunner, CPUModelRunner):
-        wrap(runner_class, "load_model", _load_model)
+        wrap(runner_class, "load_model", partial(load_model, refuse_unsupported))
     wrap(GPUModelRunner, "_update_states", _update_states)
     wrap(GPUModelRunner, "_prepare_inputs", _prepare_inputs)
-    wrap(GPUModelRunner, "_dummy_run", _dummy_run)
+    wrap(GPUModelRunner, "_dummy_run", dummy_run)
     wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
 
 
-def _load_model(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
-    config = configured(runner.vllm_config.additional_config)
-    if config is not None:
-        refuse_unsupported(runner.vllm_config)
-    original(runner, *args, **kwargs)
-    if config is None or getattr(runner, ADAPTER_ATTRIBUTE, None) is not None:
-        return
-    limits = StepLimits(runner.max_num_reqs, runner.max_num_tokens)
-    dtype = cast(torch.dtype, runner.dtype)
-    adapter = Adapter(runner.model, runner.vllm_config, config, limits, dtype, runner.device)
-    setattr(runner, ADAPTER_ATTRIBUTE, adapter)
-
-
 def _update_states(original: Any, runner: GPUModelRunner, scheduled: SchedulerOutput) -> Any:
-    adapter: Adapter | None = getattr(runner, ADAPTER_ATTRIBUTE, None)
-    if adapter is not None:
+    if (adapter := adapter_of(runner)) is not None:
         adapter.end(scheduled.finished_req_ids)
         for request in scheduled.scheduled_new_reqs:
             adapter.admit(request.req_id, request.sampling_params, len(request.prompt_token_ids or ()))
@@ -71,8 +55,7 @@ def _update_states(original: Any, runner: GPUModelRunner, scheduled: SchedulerOu
 
 def _prepare_inputs(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
     prepared = original(runner, *args, **kwargs)
-    adapter: Adapter | None = getattr(runner, ADAPTER_ATTRIBUTE, None)
-    if adapter is not None:
+    if (adapter := adapter_of(runner)) is not None:
         adapter.before_forward(_batch_view(runner))
     return prepared
 
@@ -85,16 +68,8 @@ def _batch_view(runner: GPUModelRunner) -> BatchView:
     return BatchView(batch.req_ids, starts, computed, samples)
 
 
-def _dummy_run(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
-    adapter: Adapter | None = getattr(runner, ADAPTER_ATTRIBUTE, None)
-    if adapter is not None:
-        adapter.before_dummy()
-    return original(runner, *args, **kwargs)
-
-
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
     output = original(runner, *args, **kwargs)
-    adapter: Adapter | None = getattr(runner, ADAPTER_ATTRIBUTE, None)
-    if adapter is not None and (readouts := adapter.take_readouts()):
+    if (adapter := adapter_of(runner)) is not None and (readouts := adapter.take_readouts()):
         attach(output, readouts)
     return output

@@ -10,17 +10,15 @@ A runner without configured taps keeps vLLM's methods' cost to one attribute loo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from guard.mia.buffers import StepLimits
-from guard.mia.engine_config import configured
 from guard.mia.patching import wrap
 from guard.mia.routing import BatchView
-from guard.mia.runners.adapter import ADAPTER_ATTRIBUTE, Adapter
+from guard.mia.runners.adapter import adapter_of, dummy_run, load_model
 from guard.mia.runners.handover import attach
 from guard.mia.runners.refusals import common_reasons, refuse
 
@@ -43,48 +41,31 @@ def refuse_unsupported(config: VllmConfig) -> None:
 
 def install() -> None:
     """Wrap the runner's methods. Safe to call once per process, before any engine exists."""
-    wrap(GPUModelRunner, "load_model", _load_model)
+    wrap(GPUModelRunner, "load_model", partial(load_model, refuse_unsupported))
     wrap(GPUModelRunner, "finish_requests", _finish_requests)
     wrap(GPUModelRunner, "add_requests", _add_requests)
     wrap(GPUModelRunner, "prepare_inputs", _prepare_inputs)
-    wrap(GPUModelRunner, "_dummy_run", _dummy_run)
+    wrap(GPUModelRunner, "_dummy_run", dummy_run)
     wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
-
-
-def _adapter(runner: GPUModelRunner) -> Adapter | None:
-    return getattr(runner, ADAPTER_ATTRIBUTE, None)
-
-
-def _load_model(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
-    config = configured(runner.vllm_config.additional_config)
-    if config is not None:
-        refuse_unsupported(runner.vllm_config)
-    original(runner, *args, **kwargs)
-    if config is None or _adapter(runner) is not None:
-        return
-    limits = StepLimits(runner.max_num_reqs, runner.max_num_tokens)
-    dtype = cast(torch.dtype, runner.dtype)
-    adapter = Adapter(runner.model, runner.vllm_config, config, limits, dtype, runner.device)
-    setattr(runner, ADAPTER_ATTRIBUTE, adapter)
 
 
 def _finish_requests(original: Any, runner: GPUModelRunner, scheduled: SchedulerOutput) -> None:
     original(runner, scheduled)
-    if (adapter := _adapter(runner)) is not None:
+    if (adapter := adapter_of(runner)) is not None:
         # vLLM's method frees the preempted as well; they come back as new requests and go on.
         adapter.end(scheduled.finished_req_ids)
 
 
 def _add_requests(original: Any, runner: GPUModelRunner, scheduled: SchedulerOutput) -> None:
     original(runner, scheduled)
-    if (adapter := _adapter(runner)) is not None:
+    if (adapter := adapter_of(runner)) is not None:
         for request in scheduled.scheduled_new_reqs:
             adapter.admit(request.req_id, request.sampling_params, request.prompt_len)
 
 
 def _prepare_inputs(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> InputBatch:
     batch: InputBatch = original(runner, *args, **kwargs)
-    if (adapter := _adapter(runner)) is not None:
+    if (adapter := adapter_of(runner)) is not None:
         adapter.before_forward(_batch_view(batch))
     return batch
 
@@ -96,15 +77,8 @@ def _batch_view(batch: InputBatch) -> BatchView:
     return BatchView(batch.req_ids, starts, computed, samples)
 
 
-def _dummy_run(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
-    """Profiling, warm-up, and what a data-parallel rank without work runs: no rows are anyone's."""
-    if (adapter := _adapter(runner)) is not None:
-        adapter.before_dummy()
-    return original(runner, *args, **kwargs)
-
-
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
     output = original(runner, *args, **kwargs)
-    if (adapter := _adapter(runner)) is not None and (readouts := adapter.take_readouts()):
+    if (adapter := adapter_of(runner)) is not None and (readouts := adapter.take_readouts()):
         attach(output.model_runner_output, readouts)
     return output

@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
 
 from guard.mia.patching import wrap
-from guard.mia.runners.adapter import ADAPTER_ATTRIBUTE, Adapter
+from guard.mia.runners.adapter import adapter_of
 from guard.mia.spec import MiaSpec
 from guard.mia.steering import Bank, FullBankError, SteeringFolderError
 
@@ -48,7 +48,8 @@ def _vectors_in_use(engine: EngineCore) -> set[str]:
 
 
 def _bank(worker: Any) -> Bank:
-    adapter: Adapter = getattr(worker.model_runner, ADAPTER_ATTRIBUTE)
+    adapter = adapter_of(worker.model_runner)
+    assert adapter is not None, "asked of engines with taps alone"
     return adapter.bank
 
 
