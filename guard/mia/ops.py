@@ -8,10 +8,104 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.library import Library
 from vllm.utils.torch_utils import direct_register_custom_op
+
+ADD, PROJECT, REPLACE = 0, 1, 2
+"""Modes of ``steer_rows``. Ablation is projection on target 0."""
+
+NO_GATE = -1
+"""In place of a gate: the pass always acts."""
+
+SHUT = 2**31 - 1
+"""In ``opened_at``: a gate that has not opened. No token has this position."""
+
+HELD_BACK = -1.0
+"""In ``doses``: the pass's gate was shut."""
+
+FIRST_PART, LAST_PART = 1, 2
+"""Flags of a ``GateEntry``: its sum starts at 0; its sum is complete and judged."""
+
+
+class GatherEntry(NamedTuple):
+    """One row of a source, and the row of the tap's output that becomes its copy."""
+
+    row: int
+    slot: int
+
+
+class SteerRow(NamedTuple):
+    """One row of the stream, and where its ``passes`` passes lie: at the word ``first``. A row comes once in a tap."""
+
+    row: int
+    first: int
+    passes: int
+
+
+class SteerPass(NamedTuple):
+    """One steering of one row. ``vector`` is a row of the bank; ``gate`` one of ``opened_at``, or ``NO_GATE``;
+    ``position`` the token's; ``dose`` one of ``doses``."""
+
+    vector: int
+    mode: int
+    coefficient_bits: int
+    target_bits: int
+    keep_norm: int
+    gate: int
+    position: int
+    dose: int
+
+
+class MassEntry(NamedTuple):
+    """One head of one token whose attention to spans is wanted.
+
+    ``query`` is a row of the queries, ``layer`` of the layers' table, ``request`` of its block table. At the word
+    ``spans`` each of ``span_count`` spans has one word n and then n pairs start, end: half open ranges of tokens, in
+    order, none touching another. ``out`` is where in ``values`` the first span's mass goes; the others follow.
+    """
+
+    query: int
+    layer: int
+    key_head: int
+    request: int
+    position: int
+    spans: int
+    span_count: int
+    out: int
+
+
+class GateEntry(NamedTuple):
+    """What one gate judges after a step: ``rows`` x ``columns`` numbers of ``values`` from ``first`` on.
+
+    With ``mean_over`` 0 each row's mean over its columns is judged by itself. Otherwise the rows' means are added to
+    the gate's sum, over as many steps as it takes, and the sum is judged once, divided by ``mean_over``: ``flags`` has
+    ``FIRST_PART`` and ``LAST_PART``. ``above`` 1: opens for a greater value than the threshold; 0: for a smaller one.
+    """
+
+    gate: int
+    opens_from: int
+    first: int
+    rows: int
+    row_stride: int
+    columns: int
+    column_stride: int
+    threshold_bits: int
+    above: int
+    mean_over: int
+    flags: int
+
+
+HEADER_WORDS = 2
+GATHER_WORDS = len(GatherEntry._fields)
+STEER_ROW_WORDS = len(SteerRow._fields)
+STEER_PASS_WORDS = len(SteerPass._fields)
+MASS_WORDS = len(MassEntry._fields)
+GATE_WORDS = len(GateEntry._fields)
+"""Words of the control block: a tap's header, and one entry of each kind."""
+
 
 _library = Library("mia", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -39,9 +133,6 @@ def _gather_rows_fake(
 ) -> None:
     return
 
-
-ADD, PROJECT, REPLACE = 0, 1, 2
-"""Modes of ``steer_rows``. Ablation is projection on target 0."""
 
 LEAST_RELATIVE_NORM = 1e-4
 """A steered row shorter than this part of what it was has only rounding left, and no direction to keep a norm in."""
