@@ -1,120 +1,23 @@
 """Every tensor that the taps read or write, allocated in one place and never moved.
 
-Owns allocation and sizes. ``taps`` binds these to layers, ``routing`` fills them before a step, ``readouts`` reads them
-after it. Sizes follow from the configured taps alone; ``size_bytes`` is logged at start.
+Owns allocation and sizes. ``taps`` binds these to layers, ``routing`` fills the control block before a step,
+``readouts`` reads the pools after it. Sizes follow from the configured taps and the step's limits alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from guard.mia.control import Control
 from guard.mia.engine_config import EngineConfig
+from guard.mia.ops import GATHER_WORDS, SHUT, STEER_PASS_WORDS, STEER_ROW_WORDS
+from guard.mia.sharding import HeadShard
 from guard.mia.spec import MAX_VECTORS_PER_LAYER
 
-IntArray = npt.NDArray[np.int64]
-
-
-@dataclass
-class GatherTap:
-    """Rows to copy out at one place.
-
-    rows: ``[capacity]`` int64; count: ``[1]`` int64, host; out: ``[capacity, width]``, the model's dtype.
-    """
-
-    rows: torch.Tensor
-    count: torch.Tensor
-    out: torch.Tensor
-
-    @classmethod
-    def allocate(cls, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> GatherTap:
-        return cls(
-            rows=torch.zeros(capacity, dtype=torch.int64, device=device),
-            count=torch.zeros(1, dtype=torch.int64),
-            out=torch.zeros(capacity, width, dtype=dtype, device=device),
-        )
-
-    def fill(self, rows: IntArray) -> None:
-        self.rows[: len(rows)].copy_(torch.from_numpy(rows))
-        self.count.fill_(len(rows))
-
-    def clear(self) -> None:
-        self.count.zero_()
-
-    @property
-    def capacity(self) -> int:
-        return len(self.rows)
-
-
-@dataclass(frozen=True)
-class SteerEntries:
-    """What one layer's steering does in one step, pass by pass. All but ``bounds``: ``[entries]``, host."""
-
-    rows: IntArray
-    slots: IntArray
-    modes: IntArray
-    coefficients: npt.NDArray[np.float32]
-    targets: npt.NDArray[np.float32]
-    keep_norm: npt.NDArray[np.bool_]
-    bounds: IntArray
-
-
-@dataclass
-class SteerTap:
-    """Rows to steer after one layer, as ``ops.steer_rows`` takes them."""
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-    modes: torch.Tensor
-    coefficients: torch.Tensor
-    targets: torch.Tensor
-    keep_norm: torch.Tensor
-    bounds: torch.Tensor
-    bank: torch.Tensor
-    dose_limit: torch.Tensor
-    doses: torch.Tensor
-
-    @classmethod
-    def allocate(cls, capacity: int, bank: torch.Tensor, dose_limit: torch.Tensor) -> SteerTap:
-        def zeros(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(capacity, dtype=dtype, device=bank.device)
-
-        return cls(
-            rows=zeros(torch.int64),
-            slots=zeros(torch.int64),
-            modes=zeros(torch.int64),
-            coefficients=zeros(torch.float32),
-            targets=zeros(torch.float32),
-            keep_norm=zeros(torch.bool),
-            bounds=torch.zeros(MAX_VECTORS_PER_LAYER + 1, dtype=torch.int64),
-            bank=bank,
-            dose_limit=dose_limit,
-            doses=zeros(torch.float32),
-        )
-
-    def fill(self, entries: SteerEntries) -> None:
-        n = len(entries.rows)
-        for buffer, values in (
-            (self.rows, entries.rows),
-            (self.slots, entries.slots),
-            (self.modes, entries.modes),
-            (self.coefficients, entries.coefficients),
-            (self.targets, entries.targets),
-            (self.keep_norm, entries.keep_norm),
-        ):
-            buffer[:n].copy_(torch.from_numpy(values))
-        self.bounds.copy_(torch.from_numpy(entries.bounds))
-
-    def clear(self) -> None:
-        self.bounds.zero_()
-
-    @property
-    def size_bytes(self) -> int:
-        entries = (self.rows, self.slots, self.modes, self.coefficients, self.targets, self.keep_norm, self.doses)
-        return sum(buffer.nbytes for buffer in entries)
+GATES_PER_REQUEST = 4
+"""Gates that there is room for, for each request that a step can hold."""
 
 
 @dataclass(frozen=True)
@@ -146,15 +49,48 @@ class AttentionShape:
         return self.query_heads // self.key_heads
 
 
+@dataclass(frozen=True)
+class GatherTap:
+    """Rows to copy out at one place. ``number`` is its place in the control block; out: ``[capacity, width]``, the
+    model's dtype, which several taps may share."""
+
+    number: int
+    out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class QueryTap:
+    """Queries to copy out at one layer. ``heads``: those of this rank that requests may ask for; a token takes a slot
+    of ``out`` for each of them, in this order."""
+
+    number: int
+    out: torch.Tensor
+    heads: tuple[int, ...]
+
+
 @dataclass
 class TapBuffers:
-    """All taps of one engine, by layer number (transformers' numbering: the embedding is 0, blocks count from 1)."""
+    """All taps of one engine, by layer number (transformers' numbering: the embedding is 0, blocks count from 1).
 
+    hidden_pool: ``[capacity, hidden_size]``, query_pool: ``[capacity, largest head size]``, the model's dtype. ``key``
+    is empty where keys are read from vLLM's cache. bank: ``[vectors, hidden_size]`` float32. dose_limit: ``[1]``
+    float32. doses: ``[capacity]`` float32. opened_at: ``[gates]`` int32, the token from which on a gate lets steering
+    act; sums: ``[gates]`` float32, of readouts that are averaged.
+    """
+
+    control: Control
+    hidden_pool: torch.Tensor
+    query_pool: torch.Tensor
     hidden: dict[int, GatherTap]
-    query: dict[int, GatherTap]
+    query: dict[int, QueryTap]
     key: dict[int, GatherTap]
-    steer: dict[int, SteerTap]
+    steer: dict[int, int]
     attention_shapes: dict[int, AttentionShape]
+    bank: torch.Tensor
+    dose_limit: torch.Tensor
+    doses: torch.Tensor
+    opened_at: torch.Tensor
+    sums: torch.Tensor
 
     @classmethod
     def allocate(
@@ -165,41 +101,59 @@ class TapBuffers:
         limits: StepLimits,
         bank: torch.Tensor,
         dtype: torch.dtype,
+        shard: HeadShard,
+        gathers_keys: bool,
     ) -> TapBuffers:
         """``shapes`` has an entry for each attention layer of ``config``; ``bank`` is ``[capacity, hidden_size]``."""
         device = bank.device
-        layers = sorted({layer for layer, _ in config.attention_heads})
-        hidden_rows = config.max_hidden_rows_per_step or limits.requests
-        query_rows = config.max_query_rows_per_step or limits.requests
-        dose_limit = torch.tensor([config.max_relative_dose or float("inf")], device=device)
+        layers = sorted(shapes)
+        heads = {n: local_heads(config, shard, n, shapes[n]) for n in layers}
+        hidden_slots = (config.max_hidden_rows_per_step or limits.requests) * len(config.tapped_layers)
+        query_slots = (config.max_query_rows_per_step or limits.requests) * sum(len(some) for some in heads.values())
+        steered_rows = limits.tokens * len(config.steering_layers)
+        key_rows = limits.tokens * len(layers) if gathers_keys else 0
+        words = GATHER_WORDS * (hidden_slots + query_slots + key_rows)
+        words += steered_rows * (STEER_ROW_WORDS + MAX_VECTORS_PER_LAYER * STEER_PASS_WORDS)
+        numbers = iter(range(len(config.tapped_layers) + 2 * len(layers) + len(config.steering_layers)))
+        gates = GATES_PER_REQUEST * limits.requests
+
+        def pool(slots: int, width: int) -> torch.Tensor:
+            return torch.zeros(slots, width, dtype=dtype, device=device)
+
+        hidden_pool = pool(hidden_slots, hidden_size)
+        query_pool = pool(query_slots, max((shape.head_size for shape in shapes.values()), default=1))
         return cls(
-            hidden={n: GatherTap.allocate(hidden_rows, hidden_size, dtype, device) for n in config.tapped_layers},
-            query={
-                n: GatherTap.allocate(query_rows, shapes[n].query_heads * shapes[n].head_size, dtype, device)
-                for n in layers
-            },
+            control=Control(len(config.tapped_layers) + 2 * len(layers) + len(config.steering_layers), words, device),
+            hidden_pool=hidden_pool,
+            query_pool=query_pool,
+            hidden={n: GatherTap(next(numbers), hidden_pool) for n in config.tapped_layers},
+            query={n: QueryTap(next(numbers), query_pool[:, : shapes[n].head_size], heads[n]) for n in layers},
             key={
-                n: GatherTap.allocate(limits.tokens, shapes[n].key_heads * shapes[n].head_size, dtype, device)
-                for n in layers
+                n: GatherTap(next(numbers), pool(limits.tokens, shapes[n].key_heads * shapes[n].head_size))
+                for n in (layers if gathers_keys else [])
             },
-            steer={
-                n: SteerTap.allocate(MAX_VECTORS_PER_LAYER * limits.tokens, bank, dose_limit)
-                for n in sorted(config.steering_layers)
-            },
+            steer={n: next(numbers) for n in sorted(config.steering_layers)},
             attention_shapes=shapes,
+            bank=bank,
+            dose_limit=torch.tensor([config.max_relative_dose or float("inf")], device=device),
+            doses=torch.zeros(steered_rows * MAX_VECTORS_PER_LAYER, device=device),
+            opened_at=torch.full((gates,), SHUT, dtype=torch.int32, device=device),
+            sums=torch.zeros(gates, device=device),
         )
 
-    @property
-    def size_bytes(self) -> int:
-        taps = [*self.hidden.values(), *self.query.values(), *self.key.values()]
-        gathered = sum(tap.out.nbytes + tap.rows.nbytes for tap in taps)
-        steered = sum(tap.size_bytes for tap in self.steer.values())
-        bank = next((tap.bank.nbytes for tap in self.steer.values()), 0)
-        return gathered + steered + bank
+    def sizes_bytes(self) -> dict[str, int]:
+        """Device memory by what it is for."""
+        return {
+            "hidden rows": self.hidden_pool.nbytes,
+            "queries": self.query_pool.nbytes,
+            "keys": sum(tap.out.nbytes for tap in self.key.values()),
+            "steering vectors": self.bank.nbytes,
+            "entries": self.control.tensor.nbytes,
+            "doses and gates": self.doses.nbytes + self.opened_at.nbytes + self.sums.nbytes,
+        }
 
-    def clear(self) -> None:
-        for taps in (self.hidden, self.query, self.key):
-            for gather in taps.values():
-                gather.clear()
-        for steer in self.steer.values():
-            steer.clear()
+
+def local_heads(config: EngineConfig, shard: HeadShard, layer: int, shape: AttentionShape) -> tuple[int, ...]:
+    """The configured heads of one layer that this rank has, by their numbers on this rank."""
+    local = (shard.query_head(head, shape.query_heads) for at, head in config.attention_heads if at == layer)
+    return tuple(sorted(head for head in local if head is not None))

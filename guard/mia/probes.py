@@ -14,27 +14,42 @@ class ProbeFileError(ValueError):
 
 
 @dataclass(frozen=True)
-class Probe:
-    """weight: ``[outputs, hidden_size]`` float32. bias: ``[outputs]`` float32."""
+class ProbeBank:
+    """All probes of an engine as one matrix, so that a step applies them at once.
+
+    weight: ``[outputs, hidden_size]`` float32. bias: ``[outputs]`` float32. layers: the layer that each probe reads.
+    columns: which outputs are a probe's.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor
+    layers: dict[str, int]
+    columns: dict[str, slice]
+
+    @property
+    def outputs(self) -> int:
+        return len(self.bias)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: ``[n, hidden_size]`` float32. Returns ``[n, outputs]``."""
-        return rows @ self.weight.T + self.bias
+        """rows: ``[n, hidden_size]``. Returns ``[n, outputs]`` float32; a row's are of use for its layer's probes."""
+        return torch.addmm(self.bias, rows.float(), self.weight.T)
 
 
-def load_probes(
-    folder: Path | None, layers: dict[str, int], hidden_size: int, device: torch.device
-) -> dict[str, Probe]:
+def load_probes(folder: Path | None, layers: dict[str, int], hidden_size: int, device: torch.device) -> ProbeBank:
     """Load the named probes. ``layers``: which layer each is for. Raises ``ProbeFileError``."""
     if layers and folder is None:
         raise ProbeFileError("probes are named without a probe_folder")
-    return {name: _load(folder / f"{name}.safetensors", n, hidden_size, device) for name, n in layers.items() if folder}
+    loaded = {name: _load(folder / f"{name}.safetensors", n, hidden_size) for name, n in layers.items() if folder}
+    columns, begin = {}, 0
+    for name, (_, bias) in loaded.items():
+        columns[name] = slice(begin, begin + len(bias))
+        begin += len(bias)
+    weights = [torch.empty(0, hidden_size), *(weight for weight, _ in loaded.values())]
+    biases = [torch.empty(0), *(bias for _, bias in loaded.values())]
+    return ProbeBank(torch.cat(weights).to(device), torch.cat(biases).to(device), dict(layers), columns)
 
 
-def _load(path: Path, layer: int, hidden_size: int, device: torch.device) -> Probe:
+def _load(path: Path, layer: int, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             written_for = (file.metadata() or {}).get("layer", str(layer))
@@ -50,4 +65,4 @@ def _load(path: Path, layer: int, hidden_size: int, device: torch.device) -> Pro
         raise ProbeFileError(f"probe {path} must hold weight [outputs, {hidden_size}] and bias [outputs], not {shapes}")
     if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
         raise ProbeFileError(f"probe {path} has values that are not finite")
-    return Probe(weight.to(device), bias.to(device))
+    return weight, bias

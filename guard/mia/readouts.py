@@ -1,249 +1,252 @@
-"""Gathered rows become readouts: hidden vectors, probe logits, attention on named spans, raw queries and keys.
+"""What a step has gathered becomes values, on the device: probe logits, attention on named spans, raw queries and keys.
 
-Owns the formulas. Reads the taps after a step, as ``routing`` planned it; never touches vLLM or the batch.
+Owns the formulas and the copies to the host. Reads the pools after a step, as ``routing`` planned it; never waits for
+the device, never touches vLLM.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from guard.mia import ops as _ops  # noqa: F401  (registers torch.ops.mia)
 from guard.mia.buffers import AttentionShape, TapBuffers
-from guard.mia.probes import Probe
-from guard.mia.results import (
-    AttentionReadout,
-    AttentionRowsReadout,
-    FloatArray,
-    HiddenReadout,
-    ProbeReadout,
-    QKReadout,
-    Readout,
-    RowsReadout,
-    Status,
-    StepReading,
-    is_averaged,
-    join,
-    not_complete,
-)
-from guard.mia.routing import CACHED, KeyChunk, Router, RowChunk, SteerChunk, StepPlan
+from guard.mia.control import Control
+from guard.mia.probes import ProbeBank
+from guard.mia.record import Part, StepRecord
+from guard.mia.results import QKReadout
+from guard.mia.routing import RequestPlan, Router, RowChunk, StepPlan
 from guard.mia.sharding import ALONE, HeadShard
-from guard.mia.spec import (
-    AttentionCapture,
-    Capture,
-    Head,
-    MiaSpec,
-    ProbeCapture,
-    QKCapture,
-    TokenRanges,
-    generates,
-)
-from guard.mia.tracking import AttentionSum, KeyStore, Tracked
+from guard.mia.spec import AttentionCapture, Head, MiaSpec, QKCapture, TokenRanges
+from guard.mia.tracking import Tracked
 
 MAX_LOGITS_AT_ONCE = 2**24
 """Attention from many tokens is computed in blocks of so many logits: 64 MiB of float32."""
 
 
+Tensors = dict[int, torch.Tensor]
+"""By layer."""
+
+
+class KeySource(Protocol):
+    """Where a request's keys are."""
+
+    def keys(self, tracked: Tracked, one: RequestPlan, layer: int, start: int, end: int) -> torch.Tensor:
+        """Those of tokens ``start:end`` at one layer: ``[tokens, key heads of this rank, head_size]`` float32."""
+
+    def masses(self, entries: int, tables: torch.Tensor, values: torch.Tensor) -> bool:
+        """Write the attention masses of a step's entries into ``values``; False when that is left to the formula."""
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Keys that went through taps into stores on the host."""
+
+    buffers: TapBuffers
+
+    def keys(self, tracked: Tracked, one: RequestPlan, layer: int, start: int, end: int) -> torch.Tensor:
+        assert tracked.keys is not None
+        return tracked.keys.keys[layer][start:end]
+
+    def masses(self, entries: int, tables: torch.Tensor, values: torch.Tensor) -> bool:
+        return False
+
+    def keep(self, plan: StepPlan) -> None:
+        """Move a step's keys from the taps into the stores. Tokens computed again overwrite themselves."""
+        for chunk in plan.key_chunks:
+            for layer, slot in chunk.slots.items():
+                keys = chunk.store.keys[layer]
+                gathered = self.buffers.key[layer].out[slot : slot + chunk.length]
+                keys[chunk.start : chunk.start + chunk.length].copy_(gathered.view(chunk.length, *keys.shape[1:]))
+
+
 class Reader:
-    """Reads the taps of one engine after each of its steps."""
+    """Reads the pools of one engine after each of its steps."""
 
     def __init__(
-        self, router: Router, buffers: TapBuffers, probes: Mapping[str, Probe], shard: HeadShard = ALONE
+        self,
+        router: Router,
+        buffers: TapBuffers,
+        probes: ProbeBank,
+        shard: HeadShard = ALONE,
+        keys: KeySource | None = None,
     ) -> None:
         self._router = router
         self._buffers = buffers
         self._probes = probes
         self._shard = shard
+        self._gathered = GatheredKeys(buffers)
+        self.keys: KeySource = keys or self._gathered
 
-    def read(self, plan: StepPlan) -> dict[str, StepReading]:
-        """Collect what the step gathered; returns what can be sent now, by request."""
-        requests = self._router.requests
-        for key_chunk in plan.key_chunks:
-            tracked = requests[key_chunk.request_id]
-            if tracked.keys is not None:
-                self._keep_keys(tracked, tracked.keys, key_chunk)
-        parts = [
-            (chunk, self._part_of(tracked, tracked.captures[chunk.capture], chunk))
-            for chunk in plan.row_chunks
-            if chunk.capture not in (tracked := requests[chunk.request_id]).failed
-        ]
-        self._shard.merge([array for _, part in parts for array in _to_merge(part)])
-        for row_chunk, part in parts:
-            self._keep_part(requests[row_chunk.request_id], row_chunk, part)
-        for steer_chunk in plan.steer_chunks:
-            self._keep_dose(requests[steer_chunk.request_id], steer_chunk)
-        readings = {}
-        for request_id in plan.sampled:
-            tracked = requests[request_id]
-            reading = StepReading(
-                prompt=self._prompt(tracked, ended) if (ended := plan.prompts_ended.get(request_id)) else None,
-                grown={
-                    name: self._part(tracked, name, capture)
-                    for name, capture in tracked.captures.items()
-                    if generates(capture) and self._has_news(tracked, name)
-                },
-                steering=tuple(tracked.steering),
+    def read(self, plan: StepPlan) -> StepRecord | None:
+        """Every rank calls it; the first one gets the record."""
+        self._gathered.keep(plan)
+        layout, pool = plan.layout, self._buffers.hidden_pool
+        values = torch.zeros(layout.logits + plan.masses, device=pool.device)
+        tables = self._tables(plan)
+        if layout.logits and self._shard.rank == 0:
+            # The states are the same on every rank up to the last bit, on which a gate must not depend.
+            slots = layout.logits // layout.outputs
+            values[: layout.logits] = self._probes.logits(pool[:slots]).view(-1)
+        heads = self._read_heads(plan, tables, values)
+        self._shard.merge([values, *heads.tensors()])
+        if plan.gate_entries:
+            torch.ops.mia.judge_gates(
+                values, tables, 1, len(plan.gate_entries), self._buffers.opened_at, self._buffers.sums
             )
-            if ended:
-                self._router.release_prompt(tracked)
-            tracked.told |= tracked.failed.keys()
-            if reading:
-                readings[request_id] = reading
-        return readings
+        if self._shard.rank != 0:
+            return None
+        opened_at = self._buffers.opened_at if plan.gated else self._buffers.opened_at[:0]
+        return StepRecord(
+            layout,
+            hidden=to_host(pool[slice(*layout.sent)]),
+            values=to_host(values),
+            doses=to_host(self._buffers.doses[: plan.doses]),
+            opened_at=to_host(opened_at),
+            weights={part: to_host(rows) for part, rows in heads.weights.items()},
+            queries={part: self._qk_readout(part, *both) for part, both in heads.queries.items()},
+        )
 
-    def _keep_keys(self, tracked: Tracked, store: KeyStore, chunk: KeyChunk) -> None:
-        """Move one chunk's keys from the taps into the request's store. Re-computed tokens overwrite themselves."""
-        for layer, slot in chunk.slots.items():
-            keys = store.keys[layer]
-            gathered = self._buffers.key[layer].out[slot : slot + chunk.length]
-            keys[chunk.start : chunk.start + chunk.length].copy_(gathered.view(chunk.length, *keys.shape[1:]))
-        if chunk.start > store.filled:
-            for name in (*tracked.spec.attention, *tracked.spec.qk):
-                tracked.fail(name, CACHED)
-        store.filled = max(store.filled, chunk.start + chunk.length)
+    def _tables(self, plan: StepPlan) -> torch.Tensor:
+        """What the ops outside the graph read: a block of its own, of masses (tap 0) and gates (tap 1)."""
+        none = np.zeros((0, 1), np.int32)
+        masses = np.concatenate(plan.mass_entries) if plan.mass_entries else none
+        gates = np.asarray(plan.gate_entries, np.int32) if plan.gate_entries else none
+        if not (len(masses) or len(gates)):
+            return self._buffers.control.tensor
+        if len(gates):
+            gates[:, 1] += plan.layout.offset
+        tables = Control(2, masses.size + gates.size + len(plan.span_words), self._buffers.bank.device)
+        tables.begin()
+        begin = tables.append(np.asarray(plan.span_words, np.int32))
+        if len(masses):
+            masses[:, 5] += begin
+            tables.put(0, masses)
+        tables.put(1, gates)
+        tables.upload()
+        return tables.tensor
 
-    def _keep_part(self, tracked: Tracked, chunk: RowChunk, part: Readout) -> None:
-        """Put a part to those of its capture, and let gates see it."""
-        if isinstance(part, AttentionRowsReadout) and is_averaged(tracked.captures[chunk.capture]):
-            _add(tracked.sums[chunk.capture], part)
-        else:
-            tracked.parts[chunk.capture].append(part)
-            tracked.judge_gates(chunk.capture, part, chunk.next_token)
-
-    def _part_of(self, tracked: Tracked, capture: Capture, chunk: RowChunk) -> Readout:
-        """What one capture gathered: of attention and queries this rank's heads, of probes the first rank's logits, and
-        zeros for the rest."""
-        positions = tuple(range(chunk.start, chunk.start + chunk.length))
-        if isinstance(capture, AttentionCapture):
-            return self._attention_part(tracked, capture, chunk)
-        if isinstance(capture, QKCapture):
-            queries = {
-                layer: self._queries_of(layer, slot, chunk.length, heads_at(capture.heads, layer))
-                for layer, slot in chunk.slots.items()
-            }
-            return QKReadout("complete", capture.heads, positions, queries=queries)
-        ((layer, slot),) = chunk.slots.items()
-        rows = self._buffers.hidden[layer].out[slot : slot + chunk.length].float()
-        if isinstance(capture, ProbeCapture):
-            logits = self._probes[capture.probe].logits(rows).cpu().numpy()
-            if self._shard.rank != 0:
-                # The states are the same on every rank up to the last bit, on which a gate must not depend.
-                logits = np.zeros_like(logits)
-            return ProbeReadout("complete", capture.probe, positions, logits=logits)
-        return RowsReadout("complete", layer, positions, values=rows.cpu().numpy().copy())
-
-    def _queries_of(self, layer: int, slot: int, length: int, heads: list[int]) -> FloatArray:
-        """``[length, len(heads), head_size]`` float32, zero for heads of other ranks."""
-        shape = self._buffers.attention_shapes[layer]
-        here = [(column, local) for column, local in enumerate(self._local(heads, shape)) if local is not None]
-        out = np.zeros((length, len(heads), shape.head_size), np.float32)
-        rows = self._queries(layer, slot, length).cpu().numpy()
-        out[:, [column for column, _ in here]] = rows[:, [local for _, local in here]]
-        return out
-
-    def _local(self, heads: list[int], shape: AttentionShape) -> list[int | None]:
-        return [self._shard.query_head(head, shape) for head in heads]
+    def _read_heads(self, plan: StepPlan, tables: torch.Tensor, values: torch.Tensor) -> _Heads:
+        """Attention and queries, of this rank's heads; zeros for the others."""
+        heads = _Heads()
+        by_kernel = bool(plan.mass_entries) and self.keys.masses(len(plan.mass_entries), tables, values)
+        for request_id, chunk in plan.head_chunks:
+            tracked, one = self._router.requests[request_id], plan.layout.requests[request_id]
+            capture, part = tracked.captures[chunk.capture], (request_id, chunk.capture, chunk.start)
+            if isinstance(capture, QKCapture):
+                keys = self._keys_of(tracked, one, capture, chunk)
+                heads.queries[part] = self._queries_of(capture, chunk), keys
+            elif isinstance(capture, AttentionCapture) and (capture.weights or not by_kernel):
+                masses = None if by_kernel else values[plan.layout.logits + chunk.mass :]
+                rows = self._attention(tracked, one, capture, chunk, masses)
+                if rows is not None:
+                    heads.weights[part] = rows
+        return heads
 
     def _queries(self, layer: int, slot: int, length: int) -> torch.Tensor:
-        """``[length, query heads of this rank, head_size]`` float32."""
-        shape = self._buffers.attention_shapes[layer]
-        rows = self._buffers.query[layer].out[slot : slot + length]
-        return rows.view(length, shape.query_heads, shape.head_size).float()
+        """``[length, configured heads of this rank, head_size]`` float32."""
+        tap = self._buffers.query[layer]
+        width = len(tap.heads)
+        return tap.out[slot : slot + length * width].view(length, width, -1).float()
 
-    def _attention_part(self, tracked: Tracked, capture: AttentionCapture, chunk: RowChunk) -> AttentionRowsReadout:
-        """Attention from a chunk's tokens. With ``weights``: ``[tokens, heads, tokens up to the last of them]``."""
-        assert tracked.keys is not None
-        end = chunk.start + chunk.length
-        masks = {span: _mask(tracked.spec, span, end) for span in capture.spans}
-        mass = {span: np.zeros((chunk.length, len(capture.heads)), np.float32) for span in capture.spans}
-        weights = np.zeros((chunk.length, len(capture.heads), end), np.float32) if capture.weights else None
+    def _columns(self, heads: list[Head], layer: int) -> list[tuple[int, int]]:
+        """Of a capture's heads those of one layer that this rank has: their column and their number here."""
+        count = self._buffers.attention_shapes[layer].query_heads
+        local = [
+            (column, self._shard.query_head(head, count)) for column, (at, head) in enumerate(heads) if at == layer
+        ]
+        return [(column, head) for column, head in local if head is not None]
+
+    def _attention(
+        self,
+        tracked: Tracked,
+        one: RequestPlan,
+        capture: AttentionCapture,
+        chunk: RowChunk,
+        masses: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Attention from a chunk's tokens: its masses into ``masses``, and if asked for ``[tokens, heads, tokens up to
+        the last]``."""
+        end, heads = chunk.start + chunk.length, list(capture.heads)
+        device = self._buffers.query_pool.device
+        mass = torch.zeros(chunk.length, len(heads), len(capture.spans), device=device)
+        weights = torch.zeros(chunk.length, len(heads), end, device=device) if capture.weights else None
+        masks = [span_mask(tracked.spec, span, end) for span in capture.spans]
         for layer, slot in chunk.slots.items():
-            shape = self._buffers.attention_shapes[layer]
-            places = [i for i, (at, _) in enumerate(capture.heads) if at == layer]
-            local = self._local([capture.heads[i][1] for i in places], shape)
-            queries = self._queries(layer, slot, chunk.length).cpu()
+            shape, tap = self._buffers.attention_shapes[layer], self._buffers.query[layer]
             by_key_head: dict[int, list[tuple[int, int]]] = defaultdict(list)
-            for column, head in zip(places, local, strict=True):
-                if head is not None:
-                    by_key_head[head // shape.group].append((column, head))
-            for key_head, pairs in by_key_head.items():
-                columns, heads = [column for column, _ in pairs], [head for _, head in pairs]
-                keys = tracked.keys.keys[layer][:end, key_head]
-                block = max(1, MAX_LOGITS_AT_ONCE // (len(heads) * end))
-                for first in range(0, chunk.length, block):
-                    some = queries[first : first + block, heads]
-                    rows = attention_weights(some, keys, chunk.start + first, shape)
-                    for span, mask in masks.items():
-                        mass[span][first : first + block, columns] = rows[:, :, mask].sum(dim=2).numpy()
-                    if weights is not None:
-                        weights[first : first + block, columns] = rows.numpy()
-        positions = tuple(range(chunk.start, end))
-        return AttentionRowsReadout("complete", capture.heads, positions, mass=mass, weights=weights)
-
-    def _keep_dose(self, tracked: Tracked, chunk: SteerChunk) -> None:
-        tap = self._buffers.steer[chunk.layer]
-        doses = tap.doses[chunk.fresh : chunk.end].cpu().numpy()
-        if len(doses):
-            # JSON has no word for what is beyond float32, or for what becomes of a stream that is.
-            doses = np.nan_to_num(doses, nan=np.inf)
-            doses = np.minimum(doses, np.finfo(np.float32).max)
-            report = tracked.steering[chunk.index]
-            tracked.steering[chunk.index] = replace(
-                report,
-                steered_tokens=report.steered_tokens + len(doses),
-                relative_dose=max(report.relative_dose, float(doses.max())),
-                limited_tokens=report.limited_tokens + int((doses > float(tap.dose_limit)).sum()),
-            )
-
-    def _prompt(self, tracked: Tracked, next_token: int) -> dict[str, Readout]:
-        """All readouts of one request's prompt, which this step has read to its end. ``next_token``: after the step."""
-        items: dict[str, Readout] = {}
-        for name, capture in tracked.captures.items():
-            if generates(capture):
+            for column, head in self._columns(heads, layer):
+                by_key_head[head // shape.group].append((column, tap.heads.index(head)))
+            if not by_key_head:
                 continue
-            if is_averaged(capture) and name not in tracked.failed:
-                assert isinstance(capture, AttentionCapture)
-                item: Readout = _mean(tracked.sums.pop(name), capture, tracked.prompt_len)
-                tracked.judge_gates(name, item, next_token)
-            else:
-                item = self._part(tracked, name, capture)
-            single = isinstance(item, RowsReadout) and capture.positions == "last_prompt"
-            items[name] = _single(item) if single and isinstance(item, RowsReadout) else item
-        return items
+            keys = self.keys.keys(tracked, one, layer, 0, end)
+            queries = self._queries(layer, slot, chunk.length).to(keys.device)
+            for key_head, pairs in by_key_head.items():
+                columns, places = [column for column, _ in pairs], [place for _, place in pairs]
+                block = max(1, MAX_LOGITS_AT_ONCE // (len(places) * end))
+                for first in range(0, chunk.length, block):
+                    some = queries[first : first + block, places]
+                    rows = attention_weights(some, keys[:, key_head], chunk.start + first, shape)
+                    for span, mask in enumerate(masks):
+                        mass[first : first + block, columns, span] = rows[:, :, mask.to(rows.device)].sum(2).to(device)
+                    if weights is not None:
+                        weights[first : first + block, columns] = rows.to(device)
+        if masses is not None:
+            masses[: mass.numel()] = mass.view(-1)
+        return weights
 
-    def _has_news(self, tracked: Tracked, name: str) -> bool:
-        return bool(tracked.parts.get(name)) or (name in tracked.failed and name not in tracked.told)
+    def _queries_of(self, capture: QKCapture, chunk: RowChunk) -> dict[int, torch.Tensor]:
+        """By layer: ``[length, heads of the layer, head_size]`` float32, zero for heads of other ranks."""
+        out = {}
+        for layer in sorted({layer for layer, _ in capture.heads}):
+            heads = [head for head in capture.heads if head[0] == layer]
+            tap, shape = self._buffers.query[layer], self._buffers.attention_shapes[layer]
+            out[layer] = torch.zeros(chunk.length, len(heads), shape.head_size, device=tap.out.device)
+            if chunk.length and (here := self._columns(heads, layer)):
+                places = [tap.heads.index(head) for _, head in here]
+                rows = self._queries(layer, chunk.slots[layer], chunk.length)
+                out[layer][:, [column for column, _ in here]] = rows[:, places]
+        return out
 
-    def _part(self, tracked: Tracked, name: str, capture: Capture) -> Readout:
-        """What was gathered of one capture since it was last sent, or why there will be nothing."""
-        if (reason := tracked.failed.get(name)) is not None:
-            return not_complete(capture, _status_of(reason), reason)
-        part: Readout = join(tracked.parts.pop(name))  # type: ignore[type-var]
-        return self._with_keys(tracked, name, part) if isinstance(part, QKReadout) else part
+    def _keys_of(
+        self, tracked: Tracked, one: RequestPlan, capture: QKCapture, chunk: RowChunk
+    ) -> dict[int, torch.Tensor]:
+        """By layer: ``[tokens, key heads asked for, head_size]`` float32, zero for heads of other ranks."""
+        out = {}
+        for layer in sorted({layer for layer, _ in capture.heads}):
+            shape, wanted = self._buffers.attention_shapes[layer], self._key_heads(capture, layer)
+            start, end = chunk.keys
+            device = self._buffers.query_pool.device
+            out[layer] = torch.zeros(end - start, len(wanted), shape.head_size, device=device)
+            here = [(column, self._shard.owned_key_head(head, shape.key_heads)) for column, head in enumerate(wanted)]
+            owned = [(column, head) for column, head in here if head is not None]
+            if end > start and owned:
+                keys = self.keys.keys(tracked, one, layer, start, end)
+                out[layer][:, [column for column, _ in owned]] = keys[:, [head for _, head in owned]].to(device)
+        return out
 
-    def _with_keys(self, tracked: Tracked, name: str, part: QKReadout) -> QKReadout:
-        assert tracked.keys is not None
-        keys, kv_heads = {}, {}
-        sent = tracked.sent_keys[name]
-        for layer in part.queries:
-            shape = self._buffers.attention_shapes[layer]
-            wanted = sorted({self._shard.key_head_of(head, shape) for head in heads_at(part.heads, layer)})
-            rows = tracked.keys.keys[layer][sent : tracked.keys.filled].numpy()
-            keys[layer] = np.zeros((len(rows), len(wanted), shape.head_size), np.float32)
-            for column, head in enumerate(wanted):
-                if (local := self._shard.owned_key_head(head, shape)) is not None:
-                    keys[layer][:, column] = rows[:, local]
-            kv_heads[layer] = tuple(wanted)
-        self._shard.merge(list(keys.values()))
-        tracked.sent_keys[name] = tracked.keys.filled
-        shapes = {layer: self._buffers.attention_shapes[layer] for layer in part.queries}
-        return replace(
-            part,
-            keys=keys,
-            kv_heads=kv_heads,
+    def _key_heads(self, capture: QKCapture, layer: int) -> tuple[int, ...]:
+        """The key heads, counted over all ranks, that a capture's heads of one layer look at."""
+        group = self._buffers.attention_shapes[layer].group
+        return tuple(sorted({self._shard.key_head_of(head, group) for at, head in capture.heads if at == layer}))
+
+    def _qk_readout(self, part: Part, queries: Tensors, keys: Tensors) -> QKReadout:
+        request_id, name, start = part
+        capture = self._router.requests[request_id].captures[name]
+        assert isinstance(capture, QKCapture)
+        shapes = {layer: self._buffers.attention_shapes[layer] for layer in queries}
+        length = next(len(rows) for rows in queries.values())
+        return QKReadout(
+            "complete",
+            capture.heads,
+            tuple(range(start, start + length)),
+            queries={layer: to_host(rows).numpy() for layer, rows in queries.items()},
+            keys={layer: to_host(rows).numpy() for layer, rows in keys.items()},
+            kv_heads={layer: self._key_heads(capture, layer) for layer in shapes},
             group={layer: shape.group * self._shard.replicas for layer, shape in shapes.items()},
             scale={layer: shape.scale for layer, shape in shapes.items()},
             softcap={layer: shape.softcap for layer, shape in shapes.items()},
@@ -251,53 +254,24 @@ class Reader:
         )
 
 
-def _to_merge(part: Readout) -> list[FloatArray]:
-    """A part's arrays of which each rank has some."""
-    if isinstance(part, ProbeReadout) and part.logits is not None:
-        return [part.logits]
-    if isinstance(part, QKReadout):
-        return list(part.queries.values())
-    if isinstance(part, AttentionRowsReadout):
-        return [*part.mass.values(), *([] if part.weights is None else [part.weights])]
-    return []
+@dataclass
+class _Heads:
+    """A step's attention rows, and queries with their keys by layer."""
+
+    weights: dict[Part, torch.Tensor] = field(default_factory=dict)
+    queries: dict[Part, tuple[Tensors, Tensors]] = field(default_factory=dict)
+
+    def tensors(self) -> list[torch.Tensor]:
+        both = [by_layer for pair in self.queries.values() for by_layer in pair]
+        return [*self.weights.values(), *(tensor for by_layer in both for tensor in by_layer.values())]
 
 
-def heads_at(heads: tuple[Head, ...], layer: int) -> list[int]:
-    """The heads of one layer, in the order asked."""
-    return [head for at, head in heads if at == layer]
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which is complete once the stream has got there."""
+    return tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor.clone()
 
 
-def _single(rows: RowsReadout) -> HiddenReadout:
-    if rows.values is None:
-        return HiddenReadout(rows.status, rows.layer, reason=rows.reason)
-    return HiddenReadout("complete", rows.layer, rows.positions[0], None, rows.values[0])
-
-
-def _status_of(reason: str) -> Status:
-    return "unavailable" if reason == CACHED else "dropped"
-
-
-def _add(total: AttentionSum, part: AttentionRowsReadout) -> None:
-    total.positions += part.positions
-    for span, mass in part.mass.items():
-        total.mass[span] = total.mass.get(span, np.float32(0)) + mass.sum(axis=0)
-    if part.weights is not None:
-        added = part.weights.sum(axis=0)
-        if total.weights is not None:
-            added[:, : total.weights.shape[1]] += total.weights
-        total.weights = added
-
-
-def _mean(total: AttentionSum, capture: AttentionCapture, prompt_len: int) -> AttentionReadout:
-    count = np.float32(len(total.positions))
-    mass = {span: mass / count for span, mass in total.mass.items()}
-    weights = None
-    if total.weights is not None:
-        weights = np.pad(total.weights / count, ((0, 0), (0, prompt_len - total.weights.shape[1])))
-    return AttentionReadout("complete", capture.heads, tuple(total.positions), mass=mass, weights=weights)
-
-
-def _mask(spec: MiaSpec, span: str, length: int) -> torch.Tensor:
+def span_mask(spec: MiaSpec, span: str, length: int) -> torch.Tensor:
     """Tokens inside any range of the span: overlapping ranges count a token once."""
     ranges = spec.spans[span]
     assert isinstance(ranges, TokenRanges)
@@ -319,6 +293,7 @@ def attention_weights(
     logits = torch.einsum("nhd,td->nht", queries, keys) * shape.scale
     if shape.softcap:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
-    distance = torch.arange(first_position, first_position + len(queries))[:, None] - torch.arange(len(keys))
+    positions = torch.arange(first_position, first_position + len(queries), device=keys.device)
+    distance = positions[:, None] - torch.arange(len(keys), device=keys.device)
     hidden = distance < 0 if shape.window is None else (distance < 0) | (distance >= shape.window)
     return torch.softmax(logits.masked_fill(hidden[:, None], -torch.inf), dim=-1)

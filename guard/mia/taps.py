@@ -25,7 +25,7 @@ from vllm.model_executor.models.transformers.base import Base as TransformersBas
 from vllm.v1.attention.backend import AttentionType
 
 from guard.mia import ops as _ops  # noqa: F401  (registers torch.ops.mia)
-from guard.mia.buffers import AttentionShape, GatherTap, SteerTap, TapBuffers
+from guard.mia.buffers import AttentionShape, GatherTap, QueryTap, TapBuffers
 
 EMBEDDING = 0
 """Layer number of the embedding: the stream on its way into the first block."""
@@ -142,11 +142,12 @@ def attention_shape(layer: Attention) -> AttentionShape:
 class BlockTaps:
     """What happens after one block: steering first, so that a capture shows the steered stream.
 
-    ``defers``: see ``_defers``. ``embedding``: what is copied on the way into the first block, whose argument
-    ``stream_index`` is the stream.
+    ``steer``: number of the tap. ``defers``: see ``_defers``. ``embedding``: what is copied on the way into the first
+    block, whose argument ``stream_index`` is the stream.
     """
 
-    steer: SteerTap | None
+    buffers: TapBuffers
+    steer: int | None
     hidden: GatherTap | None
     defers: bool | None
     embedding: GatherTap | None = None
@@ -155,22 +156,25 @@ class BlockTaps:
 
 @dataclass
 class AttentionTaps:
-    """What is copied on the way into one layer's attention: queries and keys after rotary embedding and norms."""
+    """What is copied on the way into one layer's attention: queries after rotary embedding and norms, and keys where
+    they are not read from vLLM's cache."""
 
-    query: GatherTap
-    key: GatherTap
+    control: torch.Tensor
+    query: QueryTap
+    key: GatherTap | None
 
 
 def insert(decoder: Decoder, buffers: TapBuffers) -> None:
     """Put the ops into the blocks and attention layers that ``buffers`` has taps for."""
     for number in sorted({max(number, 1) for number in (*buffers.hidden, *buffers.steer)}):
         block = decoder.blocks[number]
-        taps = BlockTaps(buffers.steer.get(number), buffers.hidden.get(number), _defers(block))
+        taps = BlockTaps(buffers, buffers.steer.get(number), buffers.hidden.get(number), _defers(block))
         if number == 1 and EMBEDDING in buffers.hidden:
             taps.embedding, taps.stream_index = buffers.hidden[EMBEDDING], _stream_index(block)
         _put(block, taps, _tapped_block)
-    for number in buffers.query:
-        _put(decoder.attention[number], AttentionTaps(buffers.query[number], buffers.key[number]), _tapped_attention)
+    for number, query in buffers.query.items():
+        taps_of_attention = AttentionTaps(buffers.control.tensor, query, buffers.key.get(number))
+        _put(decoder.attention[number], taps_of_attention, _tapped_attention)
 
 
 def _stream_index(block: nn.Module) -> int:
@@ -232,31 +236,26 @@ def _put(module: Any, taps: BlockTaps | AttentionTaps, subclass_of: Callable[[An
 def _tapped_block(base: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         taps = self.mia_taps
+        buffers = taps.buffers
+        control = buffers.control.tensor
         if taps.embedding is not None:
             stream = args[taps.stream_index] if len(args) > taps.stream_index else kwargs[STREAM_ARGUMENT]
-            tap = taps.embedding
-            torch.ops.mia.gather_rows(stream, None, tap.rows, tap.count, tap.out)
+            torch.ops.mia.gather_rows(stream, None, control, taps.embedding.number, taps.embedding.out)
         output = base.forward(self, *args, **kwargs)
         hidden, residual = _stream(output, taps.defers)
         if taps.steer is not None:
-            tap = taps.steer
             torch.ops.mia.steer_rows(
                 hidden,
                 residual,
-                tap.rows,
-                tap.slots,
-                tap.modes,
-                tap.coefficients,
-                tap.targets,
-                tap.keep_norm,
-                tap.bounds,
-                tap.bank,
-                tap.dose_limit,
-                tap.doses,
+                control,
+                taps.steer,
+                buffers.bank,
+                buffers.dose_limit,
+                buffers.opened_at,
+                buffers.doses,
             )
         if taps.hidden is not None:
-            tap = taps.hidden
-            torch.ops.mia.gather_rows(hidden, residual, tap.rows, tap.count, tap.out)
+            torch.ops.mia.gather_rows(hidden, residual, control, taps.hidden.number, taps.hidden.out)
         return output
 
     return type(base.__name__, (base,), {"forward": forward})
@@ -265,8 +264,10 @@ def _tapped_block(base: Any) -> type[nn.Module]:
 @functools.cache
 def _tapped_attention(base: Any) -> type[nn.Module]:
     def forward(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
-        for tensor, tap in ((query, self.mia_taps.query), (key, self.mia_taps.key)):
-            torch.ops.mia.gather_rows(tensor, None, tap.rows, tap.count, tap.out)
+        taps = self.mia_taps
+        torch.ops.mia.gather_rows(query, None, taps.control, taps.query.number, taps.query.out)
+        if taps.key is not None:
+            torch.ops.mia.gather_rows(key, None, taps.control, taps.key.number, taps.key.out)
         return base.forward(self, query, key, value, *args, **kw)
 
     return type(base.__name__, (base,), {"forward": forward})

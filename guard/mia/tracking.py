@@ -1,26 +1,18 @@
-"""The state of one request that asked for something, from its admission to its end.
+"""The state of one request that asked for something, from its admission to its end, as far as routing needs it.
 
-Owns what was gathered and not yet sent, what failed and why, and the gates. ``routing`` says what a step gathers,
-``readouts`` turns it into parts of readouts that are kept here.
+Owns what of it has been through the taps, what failed and why, its keys where they are gathered, and its gates.
+``routing`` says what a step gathers; what comes of it is ``assembly``'s.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from guard.mia.results import (
-    AttentionReadout,
-    AttentionRowsReadout,
-    FloatArray,
-    ProbeReadout,
-    Readout,
-    SteeringReport,
-)
-from guard.mia.spec import Capture, MiaSpec, generates
+from guard.mia.spec import AttentionCapture, Capture, MiaSpec, QKCapture, generates
+from guard.mia.windows import ENDLESS, intervals, reach
 
 KEY_BLOCK_TOKENS = 256
 """Keys of generated tokens are made room for in steps of so many."""
@@ -53,23 +45,14 @@ class KeyStore:
 
 
 @dataclass
-class AttentionSum:
-    """Attention from several tokens, added up: ``mass[span]`` ``[heads]``, weights ``[heads, prompt tokens]``."""
-
-    positions: list[int] = field(default_factory=list)
-    mass: dict[str, FloatArray] = field(default_factory=dict)
-    weights: FloatArray | None = None
-
-
-@dataclass
 class Tracked:
     """One request that asked for something.
 
     ``seen``: its tokens below this one have been through the taps, so that a re-computation after preemption delivers
-    nothing twice. ``keys`` is None when it reads no attention, or there was no space. ``parts``: what was gathered and
-    not yet sent, by capture; ``sums``: the same of attention that is averaged. ``sent_keys``: keys already sent, by
-    capture. ``failed``: captures that cannot become complete any more, and why; ``told``: those among them that go on
-    through the answer and whose failure was sent.
+    nothing twice. ``keys`` is None when it gathers none. ``gates``: place in ``opened_at`` by steering. ``failed``:
+    captures that cannot become complete any more, and why; ``shut``: the same of steerings whose gate cannot open.
+    ``judged``: averaged readouts of which gates have seen a part. ``with_heads``: captures of attention, queries and
+    keys. ``edges``: tokens from which on other captures or steerings act than before, in order.
     """
 
     spec: MiaSpec
@@ -78,47 +61,33 @@ class Tracked:
     keys: KeyStore | None = None
     reserved_bytes: int = 0
     seen: int = 0
-    parts: dict[str, list[Readout]] = field(default_factory=lambda: defaultdict(list))
-    sums: dict[str, AttentionSum] = field(default_factory=lambda: defaultdict(AttentionSum))
-    sent_keys: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    sent_keys: dict[str, int] = field(default_factory=dict)
+    gates: dict[int, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
-    steering: list[SteeringReport] = field(default_factory=list)
+    shut: dict[int, str] = field(default_factory=dict)
+    judged: set[str] = field(default_factory=set)
+    with_heads: dict[str, AttentionCapture | QKCapture] = field(default_factory=dict)
+    edges: tuple[int, ...] = ()
 
     @classmethod
     def start(cls, spec: MiaSpec, prompt_len: int) -> Tracked:
-        return cls(spec, prompt_len, spec.captures, steering=[SteeringReport() for _ in spec.steer])
+        edges = tuple(sorted(set(_edges(spec, prompt_len))))
+        return cls(spec, prompt_len, spec.captures, with_heads={**spec.attention, **spec.qk}, edges=edges)
 
     @property
     def needs_keys_to_the_end(self) -> bool:
-        return any(generates(self.captures[name]) for name in (*self.spec.attention, *self.spec.qk))
+        return any(generates(capture) for capture in self.with_heads.values())
 
-    def fail(self, capture: str, reason: str) -> None:
-        """A capture cannot become complete any more, and neither can what waits for it."""
-        self.failed.setdefault(capture, reason)
-        self.parts.pop(capture, None)
-        self.sums.pop(capture, None)
-        for i, steer in enumerate(self.spec.steer):
-            if steer.gate is not None and steer.gate.readout == capture and self.steering[i].opened_at is None:
-                self.steering[i] = replace(self.steering[i], reason=f"readout {capture!r}: {reason}")
-
-    def judge_gates(self, capture: str, part: Readout, next_token: int) -> None:
-        """Open the gates that the new rows of a capture cross; steering may then act from ``next_token`` on."""
-        for i, steer in enumerate(self.spec.steer):
-            gate = steer.gate
-            if gate is None or gate.readout != capture or self.steering[i].opened_at is not None:
-                continue
-            values = gate_values(part, gate.span)
-            if any(gate.opens(float(value)) for value in values):
-                opened_at = max(next_token, self.prompt_len)
-                self.steering[i] = replace(self.steering[i], opened_at=opened_at)
+    def next_edge(self, position: int) -> int:
+        """The first edge from ``position`` on."""
+        return next((edge for edge in self.edges if edge >= position), ENDLESS)
 
 
-def gate_values(part: Readout, span: str | None) -> FloatArray:
-    """One value a row: a probe's first logit, or the mean over heads of the attention mass on a span."""
-    if isinstance(part, ProbeReadout) and part.logits is not None:
-        return part.logits[:, 0]
-    assert isinstance(part, AttentionReadout | AttentionRowsReadout)
-    assert span is not None
-    means: FloatArray = np.atleast_2d(part.mass[span]).mean(axis=1)
-    return means
+def _edges(spec: MiaSpec, prompt_len: int) -> Iterator[int]:
+    yield prompt_len
+    for capture in spec.captures.values():
+        for interval in intervals(capture, spec, prompt_len):
+            yield from interval
+    for steer in spec.steer:
+        for window in reach(steer, prompt_len):
+            yield from (window.start, window.end)

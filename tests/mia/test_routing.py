@@ -13,13 +13,16 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from guard.mia import assembly
+from guard.mia.assembly import Assembler
 from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
 from guard.mia.ops import LEAST_RELATIVE_NORM
-from guard.mia.probes import Probe
+from guard.mia.probes import ProbeBank
 from guard.mia.readouts import Reader
 from guard.mia.results import AttentionReadout, HiddenReadout, ProbeReadout, QKReadout, RowsReadout, join
 from guard.mia.routing import CACHED, NO_HIDDEN_ROWS, BatchView, Router
+from guard.mia.sharding import ALONE
 from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, generates
 from guard.mia.steering import Bank
 
@@ -39,16 +42,27 @@ CONFIG = EngineConfig(
 
 
 PROBE_LAYERS = {"risk": 2}
-PROBE = Probe(torch.tensor([[1.0, -1.0, 0.5, 0.0], [0.0, 1.0, 0.0, 1.0]]), torch.tensor([0.1, -0.2]))
+WEIGHT, BIAS = torch.tensor([[1.0, -1.0, 0.5, 0.0], [0.0, 1.0, 0.0, 1.0]]), torch.tensor([0.1, -0.2])
+# Behind another one, so that a probe's outputs are not the first.
+PROBES = ProbeBank(
+    torch.cat([torch.ones(1, HIDDEN_SIZE), WEIGHT]),
+    torch.cat([torch.zeros(1), BIAS]),
+    {"other": 1, "risk": 2},
+    {"other": slice(0, 1), "risk": slice(1, 3)},
+)
+
+
+def probe_logits(rows: torch.Tensor) -> torch.Tensor:
+    return rows @ WEIGHT.T + BIAS
 
 
 def make_router(max_host_bytes: int = 10**9, config: EngineConfig = CONFIG) -> tuple[Router, TapBuffers]:
     vectors = torch.arange(len(VECTORS) * HIDDEN_SIZE, dtype=torch.float32).view(len(VECTORS), HIDDEN_SIZE) + 1
     bank = Bank(None, vectors, {name: i for i, name in enumerate(VECTORS)})
     buffers = TapBuffers.allocate(
-        config, HIDDEN_SIZE, dict.fromkeys(LAYERS, SHAPE), StepLimits(8, 64), vectors, torch.float32
+        config, HIDDEN_SIZE, dict.fromkeys(LAYERS, SHAPE), StepLimits(8, 64), vectors, torch.float32, ALONE, True
     )
-    return Router(buffers, bank, PROBE_LAYERS, max_host_bytes), buffers
+    return Router(buffers, bank, PROBES, max_host_bytes), buffers
 
 
 RANGES = {"tokens": [[0, 1], [0, 1]]}
@@ -114,9 +128,12 @@ specs = st.builds(
 requests = st.lists(st.tuples(st.none() | specs, st.integers(1, 9)), min_size=1, max_size=5)
 AGAIN = -1
 """Instead of a number of tokens: the request was preempted, and is computed again from its first token on."""
+some_step = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, AGAIN]), min_size=5, max_size=5)
+# Batches that stay as they are take the short way.
+one_each = st.lists(st.sampled_from([1, 1, 1, 0]), min_size=5, max_size=5)
 steps_of_five = st.lists(
-    st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, AGAIN]), min_size=5, max_size=5), min_size=1, max_size=7
-)
+    st.tuples(some_step, st.just(1)) | st.tuples(one_each, st.integers(1, 5)), min_size=1, max_size=6
+).map(lambda runs: [step for step, times in runs for _ in range(times)])
 
 
 class World:
@@ -204,7 +221,7 @@ class Slow:
             capture = self.spec.captures[gate.readout]
             new = [p for p in self.wanted(capture, computed) if p >= self.seen]
             if isinstance(capture, ProbeCapture):
-                values = [float(PROBE.logits(self.stream_at(p, PROBE_LAYERS["risk"], bank))[0]) for p in new]
+                values = [float(probe_logits(self.stream_at(p, PROBE_LAYERS["risk"], bank))[0]) for p in new]
             elif capture.positions == "generated":
                 values = [self.mass(capture, p) for p in new]
             else:
@@ -234,24 +251,24 @@ def view(batch: list[tuple[int, int]], computed: list[int], prompt_lens: list[in
 def run_step(buffers: TapBuffers, batch: list[tuple[int, int]], computed: list[int], slow: dict[int, Slow]) -> None:
     """The ops, as the model would call them, and every steered row against the slow walk."""
     tokens = [(i, computed[i] + j) for i, length in batch for j in range(length)]
-    bank = buffers.steer[1].bank
+    bank, control = buffers.bank, buffers.control.tensor
     for layer in LAYERS:
         hidden = torch.stack([WORLD.stream(i, p, layer) for i, p in tokens])
         residual = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
         hidden -= residual
-        tap = buffers.steer[layer]
         torch.ops.mia.steer_rows(
-            hidden, residual, tap.rows, tap.slots, tap.modes, tap.coefficients, tap.targets, tap.keep_norm,
-            tap.bounds, bank, tap.dose_limit, tap.doses,
-        )  # fmt: skip
+            hidden, residual, control, buffers.steer[layer], bank, buffers.dose_limit, buffers.opened_at, buffers.doses
+        )
         expected = [slow[i].steered(p, layer, bank) if i in slow else WORLD.stream(i, p, layer) for i, p in tokens]
         torch.testing.assert_close(hidden + residual, torch.stack(expected), rtol=1e-4, atol=1e-4)
-        for source, addend, gather in (
+        queries = torch.stack([WORLD.query(i, p, layer) for i, p in tokens])
+        keys = torch.stack([WORLD.key(i, p, layer) for i, p in tokens])
+        for source, addend, tap in (
             (hidden, residual, buffers.hidden[layer]),
-            (torch.stack([WORLD.query(i, p, layer) for i, p in tokens]), None, buffers.query[layer]),
-            (torch.stack([WORLD.key(i, p, layer) for i, p in tokens]), None, buffers.key[layer]),
+            (queries, None, buffers.query[layer]),
+            (keys, None, buffers.key[layer]),
         ):
-            torch.ops.mia.gather_rows(source, addend, gather.rows, gather.count, gather.out)
+            torch.ops.mia.gather_rows(source, addend, control, tap.number, tap.out)
 
 
 REPLACED_THEN_ABLATED = MiaSpec.model_validate(
@@ -272,15 +289,20 @@ REPLACED_THEN_ABLATED = MiaSpec.model_validate(
 """Nothing is left of the stream after it: what rounding leaves must not be blown up to the old norm."""
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @example([(REPLACED_THEN_ABLATED, 1)], [[2, 0, 0, 0, 0]])
 @given(requests, steps_of_five)
 def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
-    asked: list[tuple[MiaSpec | None, int]], steps: list[list[int]]
+    monkeypatch: pytest.MonkeyPatch, asked: list[tuple[MiaSpec | None, int]], steps: list[list[int]]
 ) -> None:
+    monkeypatch.setattr(assembly, "SETTLE_STEPS", 3)
     router, buffers = make_router()
-    reader = Reader(router, buffers, {"risk": PROBE})
-    bank = buffers.steer[1].bank
+    reader, assembler = Reader(router, buffers, PROBES), Assembler()
+    bank = buffers.bank
     prompt_lens = [prompt_len for _, prompt_len in asked]
     computed = [0] * len(asked)
     slow = {i: Slow(i, spec, length) for i, (spec, length) in enumerate(asked) if spec is not None and spec.asks}
@@ -288,34 +310,46 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
     reports: dict[int, Any] = {}
     for i, one in slow.items():
         router.add(f"r{i}", one.spec, one.prompt_len)
+
+    def receive(i: int, *, ended: bool) -> None:
+        reading = assembler.reading(f"r{i}", ended=ended)
+        if reading is not None:
+            for name, item in ((reading.prompt or {}) | reading.grown).items():
+                got[i][name].append(item)
+            reports[i] = reading.steering or reports.get(i)
+
     for step in steps:
         computed = [0 if step[i] == AGAIN else n for i, n in enumerate(computed)]
         batch = [(i, n) for i, n in enumerate(step[: len(asked)]) if n > 0]
         if not batch:
             continue
-        plan = router.fill(view(batch, computed, prompt_lens))
+        batch_view = view(batch, computed, prompt_lens)
+        plan = router.fill(batch_view)
         run_step(buffers, batch, computed, slow)
-        for request_id, reading in (reader.read(plan) if plan is not None else {}).items():
-            i = int(request_id[1:])
-            for name, item in ((reading.prompt or {}) | reading.grown).items():
-                got[i][name].append(item)
-            reports[i] = reading.steering
+        if plan is not None:
+            assembler.take(reader.read(plan), router.requests)
         for i, length in batch:
             computed[i] += length
             if i in slow:
                 slow[i].end_step(computed[i], bank)
+            if computed[i] >= prompt_lens[i] and assembler.is_due(f"r{i}"):
+                receive(i, ended=False)
+    for i in slow:
+        if slow[i].seen >= prompt_lens[i]:
+            receive(i, ended=True)
 
     for i, one in slow.items():
         assert router.requests[f"r{i}"].failed == {}
         for name, capture in one.spec.captures.items():
             check_readout(one, capture, got[i][name], bank)
-        if one.spec.steer and i in reports and one.seen == computed[i] and computed[i] >= one.prompt_len:
+        if one.spec.steer and one.seen >= one.prompt_len:
             for j, report in enumerate(reports[i]):
                 assert report.steered_tokens == one.steered_tokens[j]
                 assert report.relative_dose == pytest.approx(one.dose[j], rel=1e-3, abs=1e-5)
                 assert report.opened_at == one.opened.get(j)
         router.remove(f"r{i}")
     assert router._host_bytes == 0
+    assert sorted(router._free_gates) == list(range(len(buffers.opened_at)))
 
 
 def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Tensor) -> None:
@@ -328,9 +362,6 @@ def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Ten
     assert grows or len(parts) == 1
     item = join(parts) if grows else parts[0]
     assert item.status == "complete"
-    if grows:
-        # What the last step read leaves with the request's next output, when it did not sample one itself.
-        read = read[: len(item.positions)]
     if isinstance(item, HiddenReadout):
         np.testing.assert_allclose(item.values, one.stream_at(read[0], item.layer, bank), rtol=1e-4, atol=1e-4)
         assert item.position == read[0]
@@ -341,7 +372,7 @@ def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Ten
         np.testing.assert_allclose(item.values, rows, rtol=1e-4, atol=1e-4)
     elif isinstance(item, ProbeReadout):
         rows = torch.stack([one.stream_at(p, PROBE_LAYERS["risk"], bank) for p in read])
-        np.testing.assert_allclose(item.logits, PROBE.logits(rows), rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(item.logits, probe_logits(rows), rtol=1e-3, atol=1e-3)
     elif isinstance(item, QKReadout):
         for layer, queries in item.queries.items():
             heads = [h for n, h in item.heads if n == layer]
@@ -363,6 +394,42 @@ def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Ten
             assert item.weights.shape[-1] >= read[-1] + 1
 
 
+def test_a_batch_that_only_decodes_is_routed_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, buffers = make_router()
+    sent: list[int] = []
+    monkeypatch.setattr(type(buffers.control), "upload", lambda control: sent.append(1))
+    spec = MiaSpec.model_validate(
+        {
+            "hidden": {"h": {"layer": 1, "positions": "all"}},
+            "probes": {"p": {"probe": "risk", "positions": "generated"}},
+            "steer": [
+                {"vector": "a", "layer": 2, "coefficient": 1.0, "positions": {"tokens": [[0, 9]]}},
+                {
+                    "vector": "b",
+                    "layer": 2,
+                    "coefficient": 1.0,
+                    "phase": "decode",
+                    "gate": {"readout": "p", "above": 1},
+                },
+            ],
+        }
+    )
+    for name in ("r0", "r1"):
+        router.add(name, spec, 3)
+    uploads = []
+    batches = [([(0, 3)], [0, 0]), ([(0, 1), (1, 3)], [3, 0])]
+    batches += [([(0, 1), (1, 1)], [4 + n, 3 + n]) for n in range(8)]
+    for batch, computed in batches:
+        before = len(sent)
+        plan = router.fill(view(batch, computed, [3, 3]))
+        uploads.append(len(sent) - before)
+    # Both prompts, the first step of both, and where the ranges of each end.
+    assert uploads == [1, 1, 1, 0, 0, 0, 0, 1, 1, 0]
+    assert plan.layout.offset == 1
+    router.remove("r1")
+    assert router.fill(view([(0, 1)], [12], [3])).layout.offset == 0
+
+
 def test_tokens_computed_again_after_preemption_are_not_gathered_twice() -> None:
     router, _ = make_router()
     spec = MiaSpec.model_validate({"hidden": {"h": {"layer": 1, "positions": "all"}}})
@@ -370,7 +437,8 @@ def test_tokens_computed_again_after_preemption_are_not_gathered_twice() -> None
     positions = []
     for computed, length in ((0, 3), (0, 4), (4, 1), (0, 5), (5, 1)):
         plan = router.fill(view([(0, length)], [computed], [4]))
-        positions += [chunk.start + j for chunk in plan.row_chunks for j in range(chunk.length)]
+        chunks = plan.layout.requests["r0"].rows
+        positions += [chunk.start + plan.layout.offset + j for chunk in chunks for j in range(chunk.length)]
     assert positions == list(range(6))
 
 
@@ -380,25 +448,26 @@ def test_rows_that_the_prefix_cache_skipped_or_that_find_no_space_fail_their_cap
     router.add("r0", MiaSpec.model_validate({"hidden": captures}), 6)
     plan = router.fill(view([(0, 2)], [4], [6]))
     assert router.requests["r0"].failed == {"all": CACHED}
-    assert [chunk.capture for chunk in plan.row_chunks] == ["last"]
+    assert [chunk.capture for chunk in plan.layout.requests["r0"].rows] == ["last"]
 
-    config = CONFIG.model_copy(update={"max_hidden_rows_per_step": 3})
+    config = CONFIG.model_copy(update={"max_hidden_rows_per_step": 3, "hidden_layers": (1,), "probes": {}})
     router, _ = make_router(config=config)
     router.add("r0", MiaSpec.model_validate({"hidden": {"h": captures["all"]}}), 3)
     router.add("r1", MiaSpec.model_validate({"hidden": {"h": captures["all"]}}), 3)
     plan = router.fill(view([(0, 3), (1, 3)], [0, 0], [3, 3]))
     assert router.requests["r0"].failed == {}
     assert router.requests["r1"].failed == {"h": NO_HIDDEN_ROWS}
-    assert [chunk.request_id for chunk in plan.row_chunks] == ["r0"]
+    assert {id_: len(one.rows) for id_, one in plan.layout.requests.items()} == {"r0": 1, "r1": 0}
 
 
 def test_a_step_in_which_nobody_asks_clears_the_entries_of_the_step_before() -> None:
     router, buffers = make_router()
     router.add("r0", MiaSpec.model_validate({"hidden": {"h": {"layer": 1}}}), 2)
     assert router.fill(view([(0, 2), (1, 3)], [0, 0], [2, 3])) is not None
-    assert int(buffers.hidden[1].count) == 1
+    header = buffers.control.tensor[2 * buffers.hidden[1].number :]
+    assert int(header[1]) == 1
     assert router.fill(view([(1, 1)], [2, 3], [2, 3])) is None
-    assert int(buffers.hidden[1].count) == 0
+    assert int(header[1]) == 0
 
 
 def test_keys_that_find_no_space_are_not_reserved_and_space_comes_back_when_a_request_ends() -> None:

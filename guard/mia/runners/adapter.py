@@ -7,6 +7,7 @@ it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from guard.mia.buffers import StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.probes import load_probes
 from guard.mia.readouts import Reader
+from guard.mia.record import StepRecord
 from guard.mia.routing import BatchView, Router, StepPlan
 from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import MiaSpec
@@ -31,21 +33,24 @@ ADAPTER_ATTRIBUTE = "mia"
 """Name under which a model runner keeps its adapter."""
 
 
-def head_shard(config: VllmConfig) -> HeadShard:
-    """This rank's part of the attention heads. Sums go over the ranks' host processes."""
+def head_shard() -> HeadShard:
+    """This rank's part of the attention heads. Sums go over the ranks' devices, or their processes on the host."""
     group = get_tp_group()
     if group.world_size == 1:
         return ALONE
-    replicas = max(1, group.world_size // config.model_config.get_total_num_kv_heads())
 
     def add_up(values: torch.Tensor) -> None:
-        torch.distributed.all_reduce(values, group=group.cpu_group)
+        over = group.cpu_group if values.device.type == "cpu" else group.device_group
+        torch.distributed.all_reduce(values, group=over)
 
-    return HeadShard(group.rank_in_group, group.world_size, replicas, add_up)
+    return HeadShard(group.rank_in_group, group.world_size, 1, add_up)
 
 
 class Adapter:
-    """One per model runner. Made when the model is loaded, before any forward pass."""
+    """One per model runner. Made when the model is loaded, before any forward pass and any graph.
+
+    ``gathers_keys``: keys pass taps, where the runner's cache cannot be read.
+    """
 
     def __init__(
         self,
@@ -55,14 +60,17 @@ class Adapter:
         limits: StepLimits,
         dtype: torch.dtype,
         device: torch.device,
+        gathers_keys: bool,
     ) -> None:
-        decoder = find_decoder(model)
+        self.decoder = decoder = find_decoder(model)
         wanted = {*config.steering_layers, *(layer for layer, _ in config.attention_heads)}
         wanted |= set(config.tapped_layers) - {EMBEDDING}
         if unknown := sorted(wanted - decoder.blocks.keys()):
             raise UnsupportedModelError(f"mia names layers {unknown}; this model has blocks 1 to {len(decoder.blocks)}")
         shapes = {layer: attention_shape(decoder.attention[layer]) for layer, _ in config.attention_heads}
-        shard = head_shard(vllm_config)
+        shard = head_shard()
+        key_heads = vllm_config.model_config.get_total_num_kv_heads()
+        shard = replace(shard, replicas=max(1, shard.size // key_heads))
         if bad := [head for head in config.attention_heads if head[1] >= shard.size * shapes[head[0]].query_heads]:
             raise UnsupportedModelError(f"mia names heads {bad} that this model does not have")
         hidden_size = vllm_config.model_config.get_hidden_size()
@@ -70,21 +78,24 @@ class Adapter:
             config.steering_folder, config.steering_vectors, hidden_size, device, config.bank_capacity
         )
         probes = load_probes(config.probe_folder, config.probes, hidden_size, device)
-        self.buffers = TapBuffers.allocate(config, hidden_size, shapes, limits, self.bank.vectors, dtype)
-        self.router = Router(self.buffers, self.bank, config.probes, config.max_host_bytes)
-        self._reader = Reader(self.router, self.buffers, probes, shard)
-        self._decoder = decoder
+        self.buffers = TapBuffers.allocate(
+            config, hidden_size, shapes, limits, self.bank.vectors, dtype, shard, gathers_keys
+        )
+        self.router = Router(self.buffers, self.bank, probes, config.max_host_bytes, shard)
+        self.reader = Reader(self.router, self.buffers, probes, shard)
         self._plan: StepPlan | None = None
         self._forwarded = False
         insert(decoder, self.buffers)
+        sizes = self.buffers.sizes_bytes()
         logger.info(
             "mia: hidden-state taps at layers %s, attention taps for %d heads, steering at layers %s with %d vectors; "
-            "buffers %.1f MiB",
+            "device memory %.1f MiB (%s)",
             list(config.hidden_layers),
             len(config.attention_heads),
             list(config.steering_layers),
             len(config.steering_vectors),
-            self.buffers.size_bytes / 2**20,
+            sum(sizes.values()) / 2**20,
+            ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items()),
         )
 
     def end(self, request_ids: Iterable[str]) -> None:
@@ -107,20 +118,20 @@ class Adapter:
 
     def before_dummy(self) -> None:
         """A forward pass without requests follows: what the last step filled in would point into its rows."""
-        self.buffers.clear()
+        self.router.clear()
 
-    def take_readouts(self) -> dict[str, dict[str, Any]]:
-        """Wire forms of what this step gives to send, by engine request id."""
+    def after_forward(self) -> StepRecord | None:
+        """What the step has read, in copies that are complete when its output is."""
         plan, self._plan = self._plan, None
         if plan is None:
-            return {}
+            return None
         if not self._forwarded:
             # Models run through transformers' code set their attention scale in their first forward pass; on a CPU
             # without compilation there is no warm-up, and this was it.
-            shapes = {layer: attention_shape(self._decoder.attention[layer]) for layer in self.buffers.query}
+            shapes = {layer: attention_shape(self.decoder.attention[layer]) for layer in self.buffers.query}
             self.buffers.attention_shapes.update(shapes)
             self._forwarded = True
-        return {request_id: reading.to_wire() for request_id, reading in self._reader.read(plan).items()}
+        return self.reader.read(plan)
 
 
 def adapter_of(runner: Any) -> Adapter | None:
@@ -129,7 +140,12 @@ def adapter_of(runner: Any) -> Adapter | None:
 
 
 def load_model(
-    refuse_unsupported: Callable[[VllmConfig], None], original: Any, runner: Any, *args: Any, **kwargs: Any
+    refuse_unsupported: Callable[[VllmConfig], None],
+    gathers_keys: Callable[[torch.device], bool],
+    original: Any,
+    runner: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """A runner's ``load_model``: where taps are configured, the refusals before it and the adapter after it."""
     config = configured(runner.vllm_config.additional_config)
@@ -139,7 +155,8 @@ def load_model(
     if config is None or adapter_of(runner) is not None:
         return
     limits = StepLimits(runner.max_num_reqs, runner.max_num_tokens)
-    adapter = Adapter(runner.model, runner.vllm_config, config, limits, runner.dtype, runner.device)
+    gathers = gathers_keys(runner.device)
+    adapter = Adapter(runner.model, runner.vllm_config, config, limits, runner.dtype, runner.device, gathers)
     setattr(runner, ADAPTER_ATTRIBUTE, adapter)
 
 

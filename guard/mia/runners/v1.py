@@ -38,7 +38,7 @@ def install() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     for runner_class in (GPUModelRunner, CPUModelRunner):
-        wrap(runner_class, "load_model", partial(load_model, refuse_unsupported))
+        wrap(runner_class, "load_model", partial(load_model, refuse_unsupported, lambda device: True))
     wrap(GPUModelRunner, "_update_states", _update_states)
     wrap(GPUModelRunner, "_prepare_inputs", _prepare_inputs)
     wrap(GPUModelRunner, "_dummy_run", dummy_run)
@@ -69,7 +69,9 @@ def _batch_view(runner: GPUModelRunner) -> BatchView:
 
 
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    adapter = adapter_of(runner)
+    record = adapter.after_forward() if adapter is not None else None
     output = original(runner, *args, **kwargs)
-    if (adapter := adapter_of(runner)) is not None and (readouts := adapter.take_readouts()):
-        attach(output, readouts)
+    if record is not None:
+        attach(output, record)
     return output

@@ -78,7 +78,9 @@ def _batch_view(batch: InputBatch) -> BatchView:
 
 
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+    adapter = adapter_of(runner)
+    record = adapter.after_forward() if adapter is not None else None
     output = original(runner, *args, **kwargs)
-    if (adapter := adapter_of(runner)) is not None and (readouts := adapter.take_readouts()):
-        attach(output.model_runner_output, readouts)
+    if record is not None:
+        attach(output.model_runner_output, record)
     return output
