@@ -69,7 +69,10 @@ def engine_command(
     compiled: bool = False,
     extra_arguments: tuple[str, ...] = (),
 ) -> EngineCommand:
-    """vLLM's server for ``model`` with the taps of ``config``. ``extra_arguments`` come last and so win."""
+    """vLLM's server for ``model`` with the taps of ``config``. ``extra_arguments`` come last and so win.
+
+    ``compiled``: on a CPU, where compiling takes longer than most users wait; on a GPU vLLM's graphs are the default.
+    """
     build = vllm_build()
     if build is None:
         raise EngineError("vLLM is not installed here: pip install 'mia-guard[cpu]', or [cuda] with an NVIDIA GPU")
@@ -81,10 +84,8 @@ def engine_command(
     arguments += ["--middleware", "guard.mia.server.MiaMiddleware", "--disable-uvicorn-access-log"]
     if build == "cpu":
         arguments += ["--dtype", "float32"]
-    else:
-        arguments.append("--no-async-scheduling")  # the V1 adapter reads a step's results before the next begins
-    if not compiled:
-        arguments.append("--enforce-eager")
+        if not compiled:
+            arguments.append("--enforce-eager")
     environment = _environment(build, local=Path(model.path).is_dir())
     return EngineCommand((*arguments, *extra_arguments), environment, f"http://{LOOPBACK}:{port}", log_file)
 
@@ -97,8 +98,6 @@ def _environment(build: VllmBuild, *, local: bool) -> dict[str, str]:
         wanted["HF_HUB_OFFLINE"] = "1"
     if build == "cpu":
         wanted["VLLM_CPU_KVCACHE_SPACE"] = CPU_KV_CACHE_GIB
-    else:
-        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the aperture's only adapter so far is for the V1 runner
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

@@ -122,12 +122,17 @@ class TapBuffers:
 
         hidden_pool = pool(hidden_slots, hidden_size)
         query_pool = pool(query_slots, max((shape.head_size for shape in shapes.values()), default=1))
+
+        def queries(size: int) -> torch.Tensor:
+            # One tensor where that will do: a compiled graph treats views of it as strangers that overlap.
+            return query_pool if size == query_pool.shape[1] else query_pool[:, :size]
+
         return cls(
             control=Control(len(config.tapped_layers) + 2 * len(layers) + len(config.steering_layers), words, device),
             hidden_pool=hidden_pool,
             query_pool=query_pool,
             hidden={n: GatherTap(next(numbers), hidden_pool) for n in config.tapped_layers},
-            query={n: QueryTap(next(numbers), query_pool[:, : shapes[n].head_size], heads[n]) for n in layers},
+            query={n: QueryTap(next(numbers), queries(shapes[n].head_size), heads[n]) for n in layers},
             key={
                 n: GatherTap(next(numbers), pool(limits.tokens, shapes[n].key_heads * shapes[n].head_size))
                 for n in (layers if gathers_keys else [])

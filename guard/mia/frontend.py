@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
@@ -74,14 +75,15 @@ class RequestContext:
     """One request's spec, what rendering found, and the readouts as they arrive.
 
     ``vectors``: digests of the engine's steering vectors by name. ``max_grown_bytes``: most that what grows with one
-    answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``growing``: by prompt's request id
-    and choice.
+    answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``keys_from_cache``: see the function
+    of that name. ``growing``: by prompt's request id and choice.
     """
 
     spec: MiaSpec
     vectors: dict[str, str] = field(default_factory=dict)
     max_grown_bytes: int = 2**63
     max_answer_bytes: int = 2**63
+    keys_from_cache: bool = False
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError(NO_MESSAGES))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
     growing: dict[tuple[str, int], Growing] = field(default_factory=dict)
@@ -145,10 +147,16 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
     if asked["steered_from"] is not None:
         asked["steering_key"] = steering_key(spec, context.vectors)
     params.extra_args = {**(params.extra_args or {}), "mia": asked}
-    if any(reads_whole_prompt(capture) for capture in spec.captures.values()):
+    keys_from_cache = context.keys_from_cache
+    if any(reads_whole_prompt(capture, keys_from_cache=keys_from_cache) for capture in spec.captures.values()):
         # Tokens of cached blocks never pass the taps.
         params.skip_reading_prefix_cache = True
     return prompt, params
+
+
+def keys_from_cache(config: VllmConfig) -> bool:
+    """Whether the engine's workers read keys from vLLM's cache, so that cached prompts need not be computed again."""
+    return config.device_config.device_type == "cuda" and config.use_v2_model_runner
 
 
 def steering_key(spec: MiaSpec, vectors: dict[str, str]) -> str:

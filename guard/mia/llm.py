@@ -136,7 +136,7 @@ class MiaLLM:
         from vllm import SamplingParams
         from vllm.renderers.params import ChatParams
 
-        from guard.mia.frontend import RequestContext, active
+        from guard.mia.frontend import RequestContext, active, keys_from_cache
 
         specs = [spec] * len(conversations) if isinstance(spec, MiaSpec) else list(spec)
         if len(specs) != len(conversations):
@@ -147,10 +147,11 @@ class MiaLLM:
         renderer = self.llm.renderer
         chat_params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
         tokenize = replace(renderer.default_chat_tok_params, return_token_offsets=True)
+        cached = keys_from_cache(self.llm.llm_engine.vllm_config)
         contexts: dict[str, RequestContext] = {}
         with self._whole_batch() as add:
             for conversation, one in zip(conversations, specs, strict=True):
-                context = RequestContext(one, vectors)
+                context = RequestContext(one, vectors, keys_from_cache=cached)
                 with active(context):
                     _, (rendered,) = renderer.render_chat([list(conversation)], chat_params, tokenize)
                     request_id = add(rendered, SamplingParams(**{"temperature": 0.0, **sampling}), context)
@@ -185,7 +186,7 @@ class MiaLLM:
         from vllm.renderers.inputs.preprocess import parse_model_prompt, prompt_to_seq
 
         from guard.mia.analyzers.probes import in_batch, probes_of
-        from guard.mia.frontend import RequestContext, active
+        from guard.mia.frontend import RequestContext, active, keys_from_cache
 
         if run_id is not None:
             check_run_id(run_id)
@@ -194,10 +195,11 @@ class MiaLLM:
         vectors = self.vectors()
         specs = [self._spec(one.extra_args or {}, vectors) if use_hook else None for one in params]
         save_to_disk = save_to_disk or any((one.extra_args or {}).get("save_to_disk") for one in params)
+        cached = keys_from_cache(self.llm.llm_engine.vllm_config)
         contexts: dict[str, RequestContext | None] = {}
         with self._whole_batch() as add:
             for prompt, one, spec in zip(asked, params, specs, strict=True):
-                context = None if spec is None else RequestContext(spec, vectors)
+                context = None if spec is None else RequestContext(spec, vectors, keys_from_cache=cached)
                 others = without_keys(one.extra_args or {})
                 others.pop("mia", None)
                 one.extra_args = others or None

@@ -227,6 +227,9 @@ class Reader:
             if end > start and owned:
                 keys = self.keys.keys(tracked, one, layer, start, end)
                 out[layer][:, [column for column, _ in owned]] = keys[:, [head for _, head in owned]].to(device)
+                if shape.window is not None:
+                    # No query of this step or a later one sees them, and the cache may have given them away.
+                    out[layer][: max(0, chunk.keys_from - shape.window + 1 - start)] = 0.0
         return out
 
     def _key_heads(self, capture: QKCapture, layer: int) -> tuple[int, ...]:

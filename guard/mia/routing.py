@@ -79,7 +79,8 @@ class RowChunk:
 
     Of the query pool for attention and for queries, else of the hidden pool. ``columns``: a probe's among the logits of
     all. ``mass``: where the attention masses ``[length, heads, spans]`` begin, behind the logits. ``keys``: for
-    queries, the tokens whose keys come with them; ``length`` may then be 0.
+    queries, the tokens whose keys come with them; ``length`` may then be 0. ``keys_from``: the step's first token,
+    which says what keys a window still shows.
     """
 
     capture: str
@@ -89,6 +90,7 @@ class RowChunk:
     columns: tuple[int, int] = (0, 0)
     mass: int = 0
     keys: tuple[int, int] = (0, 0)
+    keys_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -443,12 +445,12 @@ class Router:
             self._judge_masses(tracked, name, capture, placed, rows, one, plan)
             return placed
         if isinstance(capture, QKCapture):
-            sends = bool(chunks) if generates(capture) else one.prompt_ended
-            if sends:
-                sent, until = tracked.sent_keys.get(name, 0), rows.end if generates(capture) else tracked.prompt_len
+            sent, until = tracked.sent_keys.get(name, 0), rows.end if generates(capture) else tracked.prompt_len
+            until = min(until, rows.end)
+            if until > sent:
                 tracked.sent_keys[name] = until
                 last = chunks.pop() if chunks else RowChunk(name, {}, rows.end, 0)
-                return [*chunks, replace(last, keys=(sent, until))]
+                return [*chunks, replace(last, keys=(sent, until), keys_from=rows.start)]
         return chunks
 
     def _plan_masses(

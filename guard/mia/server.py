@@ -22,7 +22,7 @@ from guard.mia.artifacts import FileFormat, dropped, without_values
 from guard.mia.compat import CompatConfig, compat_of
 from guard.mia.compat_request import asks, requested_spec, without_keys
 from guard.mia.engine_config import EngineConfig, configured
-from guard.mia.frontend import RequestContext, active
+from guard.mia.frontend import RequestContext, active, keys_from_cache
 from guard.mia.results import EVENT_OBJECT, Readout, Readouts, not_complete, size_bytes
 from guard.mia.spec import MiaSpec, SpecError
 from guard.mia.vector_routes import vectors_of
@@ -78,7 +78,8 @@ class MiaMiddleware:
             _check_compatible(request, spec, early)
         except SpecError as error:
             return await _send_error(send, error)
-        context = RequestContext(spec, digests, self._taps.max_host_bytes, self._taps.max_answer_bytes)
+        cached = keys_from_cache(scope["app"].state.vllm_config)
+        context = RequestContext(spec, digests, self._taps.max_host_bytes, self._taps.max_answer_bytes, cached)
         if spec.needs_messages:
             request["return_token_offsets"] = True
         # The engine gets the very object that was checked, however the text spelt it.

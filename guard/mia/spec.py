@@ -176,9 +176,11 @@ def generates(capture: Capture) -> bool:
     return capture.positions in ("generated", "all")
 
 
-def reads_whole_prompt(capture: Capture) -> bool:
-    """Whether it reads prompt tokens that a prefix cache would skip: attention needs the keys of all of them."""
-    return isinstance(capture, AttentionCapture | QKCapture) or capture.positions not in ("last_prompt", "generated")
+def reads_whole_prompt(capture: Capture, *, keys_from_cache: bool) -> bool:
+    """Whether it reads prompt tokens that a prefix cache would skip: attention needs the keys of all of them, wherever
+    they cannot be read from that cache."""
+    with_keys = isinstance(capture, AttentionCapture | QKCapture) and not keys_from_cache
+    return with_keys or capture.positions not in ("last_prompt", "generated")
 
 
 def span_of(capture: Capture) -> tuple[str, ...]:

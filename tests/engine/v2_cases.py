@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import MiaLLM
 from guard.mia.spec import MiaSpec
-from guard.mia.taps import UnsupportedModelError
 from tests.engine import engines, oracle
 
 ALL_ROWS = MiaSpec.model_validate({"hidden": {"all": {"layer": 2, "positions": "all"}}})
@@ -86,11 +85,3 @@ def test_preempted_requests_go_on_where_they_were(folder: Path) -> None:
         got = answer.items["all"]
         assert (got.status, got.positions, got.token_ids) == ("complete", tuple(range(len(text))), text)
         assert np.linalg.norm(got.values - truth.hidden[1]) <= 1e-4 * np.linalg.norm(truth.hidden[1])
-
-
-def test_a_compiled_engine_is_refused(folder: Path) -> None:
-    with (
-        pytest.raises(UnsupportedModelError, match="--enforce-eager"),
-        engines.engine(folder, CONFIG, compiled=True),
-    ):
-        pass

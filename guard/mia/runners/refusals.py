@@ -22,7 +22,6 @@ def common_reasons(config: VllmConfig) -> dict[str, bool]:
         "pooling models": config.model_config.runner_type == "pooling",
         # Its second level discards what was allocated with the weights, steering vectors and probes among it.
         "sleep mode": config.model_config.enable_sleep_mode,
-        "asynchronous scheduling (add --no-async-scheduling)": bool(config.scheduler_config.async_scheduling),
     }
 
 

@@ -29,8 +29,11 @@ def refuse_unsupported(config: VllmConfig) -> None:
     compilation, on_cuda = config.compilation_config, config.device_config.device_type == "cuda"
     compiles = compilation.mode not in (None, CompilationMode.NONE)
     has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-    graphs = {"CUDA graphs and compilation (add --enforce-eager)": on_cuda and (compiles or has_graphs)}
-    refuse("V1", common_reasons(config) | graphs)
+    more = {
+        "CUDA graphs and compilation (add --enforce-eager)": on_cuda and (compiles or has_graphs),
+        "asynchronous scheduling (add --no-async-scheduling)": bool(config.scheduler_config.async_scheduling),
+    }
+    refuse("V1", common_reasons(config) | more)
 
 
 def install() -> None:

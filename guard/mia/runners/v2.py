@@ -1,10 +1,13 @@
-"""The adapter for vLLM 0.29's V2 model runner, which vLLM takes on CUDA unless told otherwise; eager execution.
+"""The adapter for vLLM 0.29's V2 model runner, which vLLM takes on CUDA unless told otherwise: eager, compiled, and
+under CUDA graphs, with either scheduling.
 
-Relies on (vLLM 0.29): GPUModelRunner.{load_model, finish_requests, add_requests, prepare_inputs, _dummy_run,
-sample_tokens, max_num_reqs, max_num_tokens, model, dtype, device, vllm_config}, InputBatch.{req_ids, num_reqs,
-query_start_loc_np, num_computed_tokens_np, num_scheduled_tokens, prefill_len_np}, SchedulerOutput.{scheduled_new_reqs,
-finished_req_ids}, NewRequestData.{req_id, sampling_params, prompt_len}, AsyncOutput.model_runner_output. Under
-synchronous scheduling without speculation ``num_computed_tokens_np`` is exact, else only an upper bound.
+Relies on (vLLM 0.29): GPUModelRunner.{load_model, initialize_kv_cache, finish_requests, add_requests, prepare_inputs,
+_dummy_run, sample_tokens, max_num_reqs, max_num_tokens, model, dtype, device, vllm_config, kv_cache_config,
+block_tables}, InputBatch.{req_ids, num_reqs, idx_mapping_np, query_start_loc_np, num_computed_tokens_np,
+num_scheduled_tokens, prefill_len_np}, SchedulerOutput.{scheduled_new_reqs, finished_req_ids},
+NewRequestData.{req_id, sampling_params, prompt_len}, AsyncOutput.model_runner_output, whose ``get_output`` waits for
+all that the stream had to do before; BlockTables.block_tables, by group; a layer's ``kv_cache``, ``[blocks, key heads,
+block size, 2 head_size]``. Without speculation ``num_computed_tokens_np`` is exact, else only an upper bound.
 A runner without configured taps keeps vLLM's methods' cost to one attribute look-up a step.
 """
 
@@ -13,40 +16,69 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+import torch
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from guard.mia.patching import wrap
 from guard.mia.routing import BatchView
-from guard.mia.runners.adapter import adapter_of, dummy_run, load_model
+from guard.mia.runners.adapter import Adapter, adapter_of, dummy_run, load_model
 from guard.mia.runners.handover import attach
 from guard.mia.runners.refusals import common_reasons, refuse
+from guard.mia.taps import UnsupportedModelError
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from guard.mia.paged_keys import LayerCache
+
 
 def refuse_unsupported(config: VllmConfig) -> None:
     """Raise ``UnsupportedModelError`` for a mode in which readouts would be wrong or missing."""
-    compilation = config.compilation_config
-    compiles = compilation.mode not in (None, CompilationMode.NONE)
-    has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-    more = {
-        "tensor parallelism": config.parallel_config.tensor_parallel_size > 1,
-        "CUDA graphs and compilation (add --enforce-eager)": compiles or has_graphs,
-    }
-    refuse("V2", common_reasons(config) | more)
+    refuse("V2", common_reasons(config))
+
+
+def gathers_keys(device: torch.device) -> bool:
+    """On a CPU the backend packs its cache in a layout of its own."""
+    return device.type == "cpu"
 
 
 def install() -> None:
     """Wrap the runner's methods. Safe to call once per process, before any engine exists."""
-    wrap(GPUModelRunner, "load_model", partial(load_model, refuse_unsupported))
+    wrap(GPUModelRunner, "load_model", partial(load_model, refuse_unsupported, gathers_keys))
+    wrap(GPUModelRunner, "initialize_kv_cache", _initialize_kv_cache)
     wrap(GPUModelRunner, "finish_requests", _finish_requests)
     wrap(GPUModelRunner, "add_requests", _add_requests)
     wrap(GPUModelRunner, "prepare_inputs", _prepare_inputs)
     wrap(GPUModelRunner, "_dummy_run", dummy_run)
     wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
+
+
+def _initialize_kv_cache(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
+    """vLLM does so twice: a small cache to see what graphs take, and then the real one."""
+    original(runner, *args, **kwargs)
+    adapter = adapter_of(runner)
+    if adapter is not None and adapter.buffers.query and not adapter.router.gathers_keys:
+        from guard.mia.paged_keys import PagedKeys
+
+        caches = {layer: _cache_of(runner, adapter, layer) for layer in adapter.buffers.query}
+        adapter.reader.keys = PagedKeys(caches, adapter.buffers.query_pool)
+
+
+def _cache_of(runner: GPUModelRunner, adapter: Adapter, layer: int) -> LayerCache:
+    """Raises ``UnsupportedModelError`` where the cache does not hold keys as they are."""
+    from guard.mia.paged_keys import LayerCache
+
+    attention, shape = adapter.decoder.attention[layer], adapter.buffers.attention_shapes[layer]
+    name, kv = attention.layer_name, attention.kv_cache
+    groups = runner.kv_cache_config.kv_cache_groups
+    group = next(i for i, one in enumerate(groups) if name in one.layer_names)
+    if kv.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedModelError(f"attention readouts: {name} keeps its keys as {kv.dtype}, not as they are")
+    if kv.dim() != 4 or (kv.shape[1], kv.shape[3]) != (shape.key_heads, 2 * shape.head_size):
+        raise UnsupportedModelError(f"attention readouts do not know a key cache of {list(kv.shape)} ({name})")
+    return LayerCache(kv, runner.block_tables.block_tables[group].gpu, shape)
 
 
 def _finish_requests(original: Any, runner: GPUModelRunner, scheduled: SchedulerOutput) -> None:
@@ -74,7 +106,7 @@ def _batch_view(batch: InputBatch) -> BatchView:
     """The batch in its own order, which is not the scheduler's, and without the rows that pad it."""
     starts, computed = batch.query_start_loc_np[: batch.num_reqs + 1], batch.num_computed_tokens_np
     samples = computed + batch.num_scheduled_tokens >= batch.prefill_len_np
-    return BatchView(batch.req_ids, starts, computed, samples)
+    return BatchView(batch.req_ids, starts, computed, samples, batch.idx_mapping_np)
 
 
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
