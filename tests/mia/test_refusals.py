@@ -67,6 +67,8 @@ COMMON = [
     ({"diffusion": True}, "diffusion language models"),
     ({"task": "pooling"}, "pooling models"),
     ({"sleep": True}, "sleep mode"),
+]
+ONLY_V1 = [
     ({"asynchronous": True}, "--no-async-scheduling"),
     ({"graphs": CUDAGraphMode.FULL}, "--enforce-eager"),
     ({"compiled": CompilationMode.VLLM_COMPILE}, "--enforce-eager"),
@@ -76,7 +78,7 @@ COMMON = [
 @pytest.mark.parametrize(
     ("refuse_unsupported", "changed", "reason"),
     [(module.refuse_unsupported, *case) for module in (v1, v2) for case in COMMON]
-    + [(v2.refuse_unsupported, {"tp": 2}, "tensor parallelism")],
+    + [(v1.refuse_unsupported, *case) for case in ONLY_V1],
 )
 def test_a_mode_in_which_readouts_would_be_wrong_is_refused_with_the_reason(
     refuse_unsupported: Callable[[Any], None], changed: Any, reason: str
@@ -89,7 +91,8 @@ def test_what_the_adapters_were_written_for_is_accepted() -> None:
     v1.refuse_unsupported(config())
     v1.refuse_unsupported(config(tp=2))
     v1.refuse_unsupported(config(device="cpu", compiled=CompilationMode.VLLM_COMPILE))
-    v2.refuse_unsupported(config())
+    v2.refuse_unsupported(config(tp=2, graphs=CUDAGraphMode.FULL_AND_PIECEWISE, asynchronous=True))
+    v2.refuse_unsupported(config(compiled=CompilationMode.VLLM_COMPILE))
 
 
 @pytest.mark.parametrize("runner_class", [V1Runner, V2Runner])
