@@ -20,7 +20,10 @@ DEFAULTS = {
     "async_scheduling": False,
 }
 
-# The V1 runner is the one that the adapter knows; the CPU build has no other, on CUDA it must be asked for.
+# What a plugin of pytest says of all engines, whatever a test asks for: see ``graphs_on_cuda``.
+OVERRIDES: dict[str, Any] = {}
+
+# The CPU build of vLLM has no other runner; on CUDA, V1 must be asked for.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
@@ -42,7 +45,7 @@ def vanilla(folder: Path, *, compiled: bool = False) -> Iterator[Any]:
     from vllm import LLM
 
     with in_process():
-        llm = LLM(model=str(folder), enforce_eager=not compiled, **DEFAULTS)
+        llm = LLM(model=str(folder), **DEFAULTS | {"enforce_eager": not compiled} | OVERRIDES)
         try:
             yield llm
         finally:
@@ -52,5 +55,6 @@ def vanilla(folder: Path, *, compiled: bool = False) -> Iterator[Any]:
 @contextmanager
 def engine(folder: Path, config: EngineConfig, *, compiled: bool = False, **vllm_args: Any) -> Iterator[MiaLLM]:
     """A ``MiaLLM`` on the model in ``folder``. A step holds 128 tokens, so that longer prompts take several chunks."""
-    with in_process(), MiaLLM(folder, config, **DEFAULTS | {"enforce_eager": not compiled} | vllm_args) as llm:
+    arguments = DEFAULTS | {"enforce_eager": not compiled} | vllm_args | OVERRIDES
+    with in_process(), MiaLLM(folder, config, **arguments) as llm:
         yield llm

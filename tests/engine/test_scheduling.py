@@ -222,8 +222,10 @@ def test_an_aborted_request_leaves_nothing_behind(small_pool: MiaLLM) -> None:
     for _ in range(5):
         engine.step()
     (tracked,) = router_of(small_pool).requests.values()
-    assert tracked.keys is not None
-    assert tracked.steering[0].opened_at is not None
+    (slot,) = tracked.gates.values()
+    router = router_of(small_pool)
+    assert int(router._buffers.opened_at[slot]) == tracked.prompt_len + 1
+    assert router.gathers_keys == (tracked.keys is not None)
     engine.abort_request(["doomed"])
     small_pool.chat([conversation(1)], MiaSpec(), max_tokens=2)
     assert router_of(small_pool).requests == {}

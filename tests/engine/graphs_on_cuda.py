@@ -1,0 +1,16 @@
+"""Loaded with ``pytest -p``: engines of this process are what vLLM makes of a GPU when it is told nothing.
+
+The V2 runner, compiled, under CUDA graphs, with asynchronous scheduling, whatever a test asks for. Floats of 32 bits are
+multiplied as such, where Triton's attention would take 19 of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_F32_DEFAULT"] = "ieee"
+
+from tests.engine import engines
+
+engines.ENVIRONMENT["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+engines.OVERRIDES.update(enforce_eager=False, async_scheduling=True)
