@@ -17,8 +17,11 @@ import triton.language as tl
 MOST_PROGRAMS = 512
 """Programs of one launch: a few for each multiprocessor of a large GPU, and soon gone when there is nothing to do."""
 
-MASS_TILE = 8192
+MASS_TILE = 32768
 """Elements of the tile of keys, tokens times head size, that ``span_mass`` holds at a time."""
+
+MASS_WARPS = 16
+"""Warps that share a tile: a program has to read a whole context by itself, and is as fast as its loads are many."""
 
 JUDGED_ROWS = 128
 """Rows that ``judge_gates`` looks at together."""
@@ -220,8 +223,9 @@ def steer_rows(
 def _logits(query, keys, table, block_size, block_stride, token_stride, column, head_size, scale, softcap, tokens, end):
     """Attention logits of one query at ``tokens``, and -inf from ``end`` on. keys: the key head in the first block."""
     wanted = tokens < end
-    blocks = tl.load(table + tokens // block_size, wanted, other=0)
-    begins = blocks.to(tl.int64) * block_stride + (tokens % block_size) * token_stride
+    nth = tokens // block_size
+    blocks = tl.load(table + nth, wanted, other=0)
+    begins = blocks.to(tl.int64) * block_stride + (tokens - nth * block_size) * token_stride
     inside = wanted[:, None] & (column < head_size)[None, :]
     key = tl.load(keys + begins[:, None] + column[None, :], inside, other=0.0).to(tl.float32)
     logits = tl.sum(key * query[None, :], axis=1) * scale
@@ -247,11 +251,13 @@ def _span_mass(
     entry = control + tl.load(control + 2 * tap) + tl.program_id(0) * _MASS_WORDS
     layer, end = tl.load(entry + 1), tl.load(entry + 4) + 1
     fields = layers + layer * _LAYER_FIELDS
-    block_stride, token_stride = tl.load(fields + 1), tl.load(fields + 3)
-    keys = tl.load(fields).to(tl.pointer_type(key_type)) + tl.load(entry + 2) * tl.load(fields + 2)
+    # Head sizes are multiples of 8, and so are the strides; told so, the compiler loads 8 elements at a time.
+    block_stride, token_stride = tl.multiple_of(tl.load(fields + 1), 8), tl.multiple_of(tl.load(fields + 3), 8)
+    to_head = tl.load(entry + 2) * tl.multiple_of(tl.load(fields + 2), 8)
+    keys = tl.multiple_of(tl.load(fields).to(tl.pointer_type(key_type)), 16) + to_head
     table = tl.load(fields + 4).to(tl.pointer_type(tl.int32)) + tl.load(entry + 3) * tl.load(fields + 5)
     block_size, window = tl.load(fields + 6).to(tl.int32), tl.load(fields + 7).to(tl.int32)
-    head_size = tl.load(fields + 8).to(tl.int32)
+    head_size = tl.multiple_of(tl.load(fields + 8).to(tl.int32), 8)
     scale, softcap = tl.load(scales + 2 * layer), tl.load(scales + 2 * layer + 1)
     column = tl.arange(0, head_block)
     query = queries + tl.load(entry).to(tl.int64) * query_stride + column
@@ -317,7 +323,8 @@ def span_mass(
     (``[blocks, key heads, block size, ...]`` of ``kv_dtype``, a key being the first ``head size`` elements of the last
     dimension), its block, head and token strides in elements, address of the block table (``[requests, blocks]``
     int32), its row stride, block size in tokens, sliding window in tokens or 0, head size. scales: ``[layers, 2]``
-    float32, read: what multiplies a logit, and its soft cap or 0. values: ``[n]`` float32, written.
+    float32, read: what multiplies a logit, and its soft cap or 0. values: ``[n]`` float32, written. Head sizes and
+    strides of the cache are multiples of 8, its address of 16 bytes.
     A token sees those up to its own position, within the window. Computed in float32; nothing of it is cached.
     """
     if not entries:
@@ -331,7 +338,17 @@ def span_mass(
     block = _block(queries.shape[1])
     tokens = max(16, MASS_TILE // block)
     _span_mass[entries,](
-        queries, queries.stride(0), control, tap, layers, scales, values, _TYPES[kv_dtype], block, tokens, num_warps=4
+        queries,
+        queries.stride(0),
+        control,
+        tap,
+        layers,
+        scales,
+        values,
+        _TYPES[kv_dtype],
+        block,
+        tokens,
+        num_warps=MASS_WARPS,
     )
 
 

@@ -382,3 +382,31 @@ def test_schema_and_fake_agree_with_what_the_ops_really_do(count: int, device: s
     control = block(0, entries).to(device)
     judging = (doses, control, 0, len(entries), gates, torch.zeros(1, device=device))
     torch.library.opcheck(torch.ops.mia.judge_gates.default, judging, test_utils=tests)
+
+
+def test_a_compiled_graph_keeps_the_ops_and_their_order_and_reads_the_control_block_each_time(device: str) -> None:
+    residual, out = random(TOKENS, WIDTH, seed=1).to(device), torch.full((2, WIDTH), UNTOUCHED, device=device)
+    # Row 3 is steered, then copied; the words of the second tap's entries stand behind those of the third's.
+    words = words_of({3: [Pass(0, REPLACE, 2.0)]})
+    words[2:4] = torch.tensor([len(words), 1])
+    words = torch.cat([words, torch.tensor(GatherEntry(3, 1), dtype=torch.int32)]).to(device)
+    control = torch.zeros_like(words)
+    gates, limit = torch.tensor([SHUT], dtype=torch.int32, device=device), torch.tensor([inf], device=device)
+    bank, doses = BANK.to(device), torch.zeros(1, device=device)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        hidden = x * 2
+        torch.ops.mia.steer_rows(hidden, residual, control, 2, bank, limit, gates, doses)
+        torch.ops.mia.gather_rows(hidden, residual, control, 1, out)
+        return hidden + 1
+
+    x = random(TOKENS, WIDTH).to(device)
+    torch.testing.assert_close(layer(x), x * 2 + 1)
+    assert (out == UNTOUCHED).all()
+    control.copy_(words)
+    stream = x * 2 + residual
+    stream[3] = 2 * bank[0]
+    torch.testing.assert_close(layer(x), stream - residual + 1, atol=1e-5, rtol=0)
+    torch.testing.assert_close(out[1], 2 * bank[0], atol=1e-5, rtol=0)
+    assert (out[0] == UNTOUCHED).all()
