@@ -27,14 +27,15 @@ def bits(values: npt.NDArray[np.float32]) -> Words:
 
 
 class Control:
-    """tensor: ``[capacity]`` int32 on the model's device; words ``2 t`` and ``2 t + 1`` are tap t's begin and count."""
+    """tensor: ``[capacity]`` int32 on the model's device; words ``2 t`` and ``2 t + 1`` are tap t's begin and count.
+    ``acts``: whether the one on the device may have any entry."""
 
     def __init__(self, taps: int, entry_words: int, device: torch.device) -> None:
         self._header = 2 * taps
         self.tensor = torch.zeros(self._header + entry_words, dtype=torch.int32, device=device)
         self._host = np.zeros(len(self.tensor), np.int32)
         self._used = self._header
-        self._sent = False
+        self.acts = False
 
     def begin(self) -> None:
         """Start a step's entries."""
@@ -54,14 +55,14 @@ class Control:
 
     def upload(self) -> None:
         send(self._host[: self._used], self.tensor[: self._used])
-        self._sent = True
+        self.acts = True
 
     def clear(self) -> None:
         """No tap does anything until the next ``upload``."""
-        if self._sent:
+        if self.acts:
             self.begin()
             self.upload()
-            self._sent = False
+            self.acts = False
 
     def count(self, tap: int) -> int:
         """Entries that a tap has, as last written on the host."""

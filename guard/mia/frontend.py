@@ -48,6 +48,9 @@ NO_MESSAGES = "no chat template has rendered messages of this request"
 NOT_TEXT = ("multi_modal_data", "prompt_embeds", "encoder_prompt")
 """Keys of a tokenized prompt that is more than its tokens."""
 
+ASKING_ATTRIBUTE = "mia_asking"
+"""Name under which an output processor keeps the states of requests with a spec, by id."""
+
 TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
 
 
@@ -302,24 +305,28 @@ def _add_request(original: Any, processor: OutputProcessor, request: Any, *args:
     state: Any = processor.request_states.get(request.request_id)
     if context is not None and state is not None:
         state.mia = context
+        processor.__dict__.setdefault(ASKING_ATTRIBUTE, {})[request.request_id] = state
 
 
 def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    asking = []
+    asking: dict[str, Any] = processor.__dict__.get(ASKING_ATTRIBUTE, {})
+    if not asking:
+        return original(processor, outputs, *args, **kwargs)
     for output in outputs:
-        state: Any = processor.request_states.get(output.request_id)
-        context: RequestContext | None = getattr(state, "mia", None)
-        if context is not None:
-            asking.append((output.request_id, state, context))
-        if output.kv_transfer_params and "mia" in output.kv_transfer_params:
+        state = asking.get(output.request_id)
+        if state is not None and output.kv_transfer_params and "mia" in output.kv_transfer_params:
             wire = output.kv_transfer_params.pop("mia")
             output.kv_transfer_params = output.kv_transfer_params or None
-            if context is not None:
-                _receive(context, state, wire)
+            _receive(state.mia, state, wire)
     processed = original(processor, outputs, *args, **kwargs)
-    for request_id, state, context in asking:
-        if request_id not in processor.request_states:
-            _finish(context, state)
+    for output in outputs:
+        if output.request_id in asking and output.request_id not in processor.request_states:
+            state = asking.pop(output.request_id)
+            _finish(state.mia, state)
+    if len(asking) > len(processor.request_states):
+        # Requests whose client has left end without an output.
+        for request_id in asking.keys() - processor.request_states.keys():
+            del asking[request_id]
     return processed
 
 

@@ -15,6 +15,9 @@ from guard.mia.buffers import AttentionShape
 from guard.mia.routing import RequestPlan
 from guard.mia.tracking import Tracked
 
+ALIGNED_ELEMENTS = 8
+"""The kernel loads keys by so many elements at once: head sizes and strides are multiples of it."""
+
 
 @dataclass(frozen=True)
 class LayerCache:

@@ -28,6 +28,9 @@ MAX_LOGITS_AT_ONCE = 2**24
 """Attention from many tokens is computed in blocks of so many logits: 64 MiB of float32."""
 
 
+NOTHING = torch.zeros(0)
+"""What a record has in place of a copy, where there is nothing to copy."""
+
 Tensors = dict[int, torch.Tensor]
 """By layer."""
 
@@ -85,6 +88,22 @@ class Reader:
     def read(self, plan: StepPlan) -> StepRecord | None:
         """Every rank calls it; the first one gets the record."""
         self._gathered.keep(plan)
+        values, heads = self._values(plan) if plan.values else (NOTHING, _Heads())
+        if self._shard.rank != 0:
+            return None
+        buffers, sent = self._buffers, plan.layout.sent
+        return StepRecord(
+            plan.layout,
+            hidden=to_host(buffers.hidden_pool[slice(*sent)]) if sent[1] else NOTHING,
+            values=to_host(values) if plan.values else NOTHING,
+            doses=to_host(buffers.doses[: plan.doses]) if plan.doses else NOTHING,
+            opened_at=to_host(buffers.opened_at) if plan.gated else NOTHING,
+            weights={part: to_host(rows) for part, rows in heads.weights.items()},
+            queries={part: self._qk_readout(part, *both) for part, both in heads.queries.items()},
+        )
+
+    def _values(self, plan: StepPlan) -> tuple[torch.Tensor, _Heads]:
+        """Logits of probes and masses of attention, on every rank those of all, and what gates make of them."""
         layout, pool = plan.layout, self._buffers.hidden_pool
         values = torch.zeros(layout.logits + plan.masses, device=pool.device)
         tables = self._tables(plan)
@@ -95,21 +114,9 @@ class Reader:
         heads = self._read_heads(plan, tables, values)
         self._shard.merge([values, *heads.tensors()])
         if plan.gate_entries:
-            torch.ops.mia.judge_gates(
-                values, tables, 1, len(plan.gate_entries), self._buffers.opened_at, self._buffers.sums
-            )
-        if self._shard.rank != 0:
-            return None
-        opened_at = self._buffers.opened_at if plan.gated else self._buffers.opened_at[:0]
-        return StepRecord(
-            layout,
-            hidden=to_host(pool[slice(*layout.sent)]),
-            values=to_host(values),
-            doses=to_host(self._buffers.doses[: plan.doses]),
-            opened_at=to_host(opened_at),
-            weights={part: to_host(rows) for part, rows in heads.weights.items()},
-            queries={part: self._qk_readout(part, *both) for part, both in heads.queries.items()},
-        )
+            gates = len(plan.gate_entries)
+            torch.ops.mia.judge_gates(values, tables, 1, gates, self._buffers.opened_at, self._buffers.sums)
+        return values, heads
 
     def _tables(self, plan: StepPlan) -> torch.Tensor:
         """What the ops outside the graph read: a block of its own, of masses (tap 0) and gates (tap 1)."""

@@ -146,14 +146,15 @@ class StepLayout:
 @dataclass
 class StepPlan:
     """What to read after the step. ``head_chunks``: those of attention and queries, with their requests. ``gated``:
-    whether any request has gates. ``reads``: whether there is anything to read. ``masses``: values of attention;
-    ``doses``: of steering. mass_entries, gate_entries: ``[n, words of one]``; ``span_words``: what masses refer to."""
+    whether any request has gates. ``values``: whether anything is computed from what was gathered. ``masses``: values
+    of attention; ``doses``: of steering. mass_entries, gate_entries: ``[n, words of one]``; ``span_words``: what masses
+    refer to."""
 
     layout: StepLayout
     key_chunks: list[KeyChunk] = field(default_factory=list)
     head_chunks: list[tuple[str, RowChunk]] = field(default_factory=list)
     gated: bool = False
-    reads: bool = True
+    values: bool = False
     masses: int = 0
     doses: int = 0
     mass_entries: list[Words] = field(default_factory=list)
@@ -219,6 +220,11 @@ class Router:
     def gathers_keys(self) -> bool:
         """Whether keys pass taps; else they are read from vLLM's cache."""
         return bool(self._buffers.key)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step's batch is of no concern: nobody asks, and nothing is left of those who did."""
+        return not self.requests and not self._buffers.control.acts
 
     def add(self, request_id: str, spec: MiaSpec, prompt_len: int) -> None:
         """Start tracking. A capture that finds no space is tracked all the same and reads ``dropped``."""
@@ -336,7 +342,6 @@ class Router:
             dose_limit=self._dose_limit,
         )
         plan.doses = filling.doses
-        plan.reads = any(one.rows or one.steer for one in requests.values())
         plan.gated = any(one.gates for one in requests.values())
         for request_id, one in requests.items():
             with_heads = self.requests[request_id].with_heads
@@ -346,6 +351,7 @@ class Router:
         plan.gate_entries = [(*entry[:2], entry[2] + plan.layout.logits, *entry[3:]) for entry in plan.gate_entries]
         for request_id, one in requests.items():
             self._judge_probes(plan, self.requests[request_id], one)
+        plan.values = bool(probed or plan.head_chunks or plan.gate_entries)
 
     def _route(self, batch: BatchView, i: int, tracked: Tracked, filling: _Filling, plan: StepPlan) -> RequestPlan:
         rows = Window(int(batch.starts[i]), int(batch.computed[i]), int(batch.starts[i + 1] - batch.starts[i]))

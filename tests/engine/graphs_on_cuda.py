@@ -1,7 +1,7 @@
 """Loaded with ``pytest -p``: engines of this process are what vLLM makes of a GPU when it is told nothing.
 
-The V2 runner, compiled, under CUDA graphs, with asynchronous scheduling, whatever a test asks for. Floats of 32 bits are
-multiplied as such, where Triton's attention would take 19 of them.
+The V2 runner, compiled, under CUDA graphs, with asynchronous scheduling, whatever a test asks for. Floats of 32 bits
+are multiplied as such, where Triton's attention would take 19 of them.
 """
 
 from __future__ import annotations

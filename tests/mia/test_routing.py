@@ -376,11 +376,11 @@ def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Ten
     elif isinstance(item, QKReadout):
         for layer, queries in item.queries.items():
             heads = [h for n, h in item.heads if n == layer]
-            rows = torch.stack([WORLD.query(one.index, p, layer).view(SHAPE.query_heads, -1)[heads] for p in read])
-            np.testing.assert_array_equal(queries, rows)
+            rows = [WORLD.query(one.index, p, layer).view(SHAPE.query_heads, -1)[heads].numpy() for p in read]
+            np.testing.assert_array_equal(queries, np.asarray(rows, np.float32).reshape(queries.shape))
             keys = torch.stack([WORLD.key(one.index, t, layer) for t in range(len(item.keys[layer]))])
             np.testing.assert_array_equal(item.keys[layer], keys.view(-1, SHAPE.key_heads, SHAPE.head_size))
-            assert len(item.keys[layer]) >= (read[-1] + 1 if grows else one.prompt_len)
+            assert len(item.keys[layer]) >= (read[-1] + 1 if grows and read else one.prompt_len)
     else:
         weights = np.zeros((len(read), len(item.heads), max(read[-1] + 1, one.prompt_len)))
         for r, position in enumerate(read):

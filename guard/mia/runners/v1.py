@@ -58,7 +58,7 @@ def _update_states(original: Any, runner: GPUModelRunner, scheduled: SchedulerOu
 
 def _prepare_inputs(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
     prepared = original(runner, *args, **kwargs)
-    if (adapter := adapter_of(runner)) is not None:
+    if (adapter := adapter_of(runner)) is not None and not adapter.router.idle:
         adapter.before_forward(_batch_view(runner))
     return prepared
 

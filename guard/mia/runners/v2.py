@@ -68,7 +68,7 @@ def _initialize_kv_cache(original: Any, runner: GPUModelRunner, *args: Any, **kw
 
 def _cache_of(runner: GPUModelRunner, adapter: Adapter, layer: int) -> LayerCache:
     """Raises ``UnsupportedModelError`` where the cache does not hold keys as they are."""
-    from guard.mia.paged_keys import LayerCache
+    from guard.mia.paged_keys import ALIGNED_ELEMENTS, LayerCache
 
     attention, shape = adapter.decoder.attention[layer], adapter.buffers.attention_shapes[layer]
     name, kv = attention.layer_name, attention.kv_cache
@@ -78,6 +78,8 @@ def _cache_of(runner: GPUModelRunner, adapter: Adapter, layer: int) -> LayerCach
         raise UnsupportedModelError(f"attention readouts: {name} keeps its keys as {kv.dtype}, not as they are")
     if kv.dim() != 4 or (kv.shape[1], kv.shape[3]) != (shape.key_heads, 2 * shape.head_size):
         raise UnsupportedModelError(f"attention readouts do not know a key cache of {list(kv.shape)} ({name})")
+    if any(size % ALIGNED_ELEMENTS for size in (shape.head_size, *kv.stride()[:3])) or kv.data_ptr() % 16:
+        raise UnsupportedModelError(f"attention readouts: {name} has heads of {shape.head_size}, not a multiple of 8")
     return LayerCache(kv, runner.block_tables.block_tables[group].gpu, shape)
 
 
@@ -97,7 +99,7 @@ def _add_requests(original: Any, runner: GPUModelRunner, scheduled: SchedulerOut
 
 def _prepare_inputs(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> InputBatch:
     batch: InputBatch = original(runner, *args, **kwargs)
-    if (adapter := adapter_of(runner)) is not None:
+    if (adapter := adapter_of(runner)) is not None and not adapter.router.idle:
         adapter.before_forward(_batch_view(batch))
     return batch
 
