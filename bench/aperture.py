@@ -133,7 +133,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     now = datetime.now(UTC)
     out: Path = options.out or ROOT / "bench" / "results" / f"{now:%Y-%m-%d}-aperture.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    results = about(vars(options), now) | {"taps": {shape.name: vars(taps_of(shape)) for shape in shapes}}
+    taps = {shape.name: vars(taps_of(shape)) for shape in shapes}
     with tempfile.TemporaryDirectory(prefix="mia-bench-") as folder:
         run = Run(
             options,
@@ -142,7 +142,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
             scratch=Path(folder),
             logs=options.logs or Path(folder) / "logs",
             out=out,
-            results=results | empty_results(),
+            results=about(vars(options), now) | {"taps": taps} | empty_results(),
             rng=random.Random(options.seed),  # noqa: S311 - an order, no secret
         )
         for shape in shapes:
@@ -156,11 +156,9 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
                 beside(run, shapes[0])
         finally:
             run.stop(list(run.children))
-            results = run.results | {"wall_s": round(options.limit_s - run.left_s, 1)}
-            run.results = results
             run.save()
     say(f"written to {out}")
-    return results
+    return run.results
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ returns; so requests with prompts of token ids go the way of ``chat`` here, with
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import itertools
 import json
@@ -169,6 +170,9 @@ class Engine:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{len(written)} files of hidden states where {expected} were expected")
             time.sleep(0.01)
+        for lock in self.files.glob("*.lock"):
+            with lock.open() as held:  # by its writer, until the file is whole
+                fcntl.flock(held, fcntl.LOCK_SH)
         for file in self.files.iterdir():
             file.unlink()
 

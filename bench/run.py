@@ -27,12 +27,15 @@ WARM_UP = -1
 """The repetition that is not recorded."""
 
 RUN_LIMIT_S = 120.0
+PATIENCE_S = 15.0
+"""A run that began before the deadline may last so long."""
 
 
 def empty_results() -> dict[str, Any]:
     """The parts of a run's file that fill while it runs."""
     return {
         "engines": {},
+        "wall_s": 0.0,
         "steering_changed": {},
         "rounds": {},
         "rows": [],
@@ -60,6 +63,7 @@ class Run:
         return self.shares.deadline_s - time.monotonic()
 
     def save(self) -> None:
+        self.results["wall_s"] = round(self.options.limit_s - self.left_s, 1)
         unfinished = self.out.with_suffix(".tmp")
         unfinished.write_text(json.dumps(self.results) + "\n")
         unfinished.replace(self.out)
@@ -125,7 +129,8 @@ class Run:
         """One command to a variant's engine; None when it fails, and then its engine is out of the run."""
         key = (shape.name, VARIANTS[variant].engine)
         try:
-            return self.children[key].ask(command, RUN_LIMIT_S, variant=variant, **fields)
+            limit_s = max(PATIENCE_S, min(RUN_LIMIT_S, self.left_s))
+            return self.children[key].ask(command, limit_s, variant=variant, **fields)
         except ChildError as error:
             self.fail(f"{shape.name}/{variant}", error)
             self.stop([key])
@@ -148,11 +153,15 @@ class Run:
     def phase(self, shape: Shape, phase: Phase, times: int, round_of: Callable[[int], None]) -> None:
         """A warm-up round, which is thrown away, then as many as ``times`` that the phase's time has room for."""
         key = f"{phase}/{shape.name}"
+
+        def saved_round(repetition: int) -> None:
+            round_of(repetition)
+            self.save()
+
         if self.left_s > 0:
             round_of(WARM_UP)
-        self.results["rounds"][key] = self.shares.repeat(key, times, round_of)
+        self.results["rounds"][key] = self.shares.repeat(key, times, saved_round)
         say(f"{key}: {self.results['rounds'][key]} rounds, {self.left_s:.0f} s left")
-        self.save()
 
 
 def say(text: str) -> None:
