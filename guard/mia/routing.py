@@ -510,7 +510,7 @@ class Router:
             if averaged and one.prompt_ended and not chunks:
                 parts = [RowChunk(name, {}, 0, 0)]
             for k, chunk in enumerate(parts):
-                first = FIRST_PART if name not in tracked.judged else 0
+                first = FIRST_PART if i not in tracked.judged else 0
                 last = LAST_PART if averaged and one.prompt_ended and k == len(parts) - 1 else 0
                 plan.gate_entries.append(
                     (
@@ -527,7 +527,7 @@ class Router:
                     )
                 )
                 if averaged:
-                    tracked.judged.add(name)
+                    tracked.judged.add(i)
 
     def _judge_probes(self, plan: StepPlan, tracked: Tracked, one: RequestPlan) -> None:
         """Entries for the gates on probes, once it is known that there are logits."""

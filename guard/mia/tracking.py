@@ -51,8 +51,8 @@ class Tracked:
     ``seen``: its tokens below this one have been through the taps, so that a re-computation after preemption delivers
     nothing twice. ``keys`` is None when it gathers none. ``gates``: place in ``opened_at`` by steering. ``failed``:
     captures that cannot become complete any more, and why; ``shut``: the same of steerings whose gate cannot open.
-    ``judged``: averaged readouts of which gates have seen a part. ``with_heads``: captures of attention, queries and
-    keys. ``edges``: tokens from which on other captures or steerings act than before, in order.
+    ``judged``: steerings whose gate has seen a part of an averaged readout. ``with_heads``: captures of attention,
+    queries and keys. ``edges``: tokens from which on other captures or steerings act than before, in order.
     """
 
     spec: MiaSpec
@@ -65,7 +65,7 @@ class Tracked:
     gates: dict[int, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     shut: dict[int, str] = field(default_factory=dict)
-    judged: set[str] = field(default_factory=set)
+    judged: set[int] = field(default_factory=set)
     with_heads: dict[str, AttentionCapture | QKCapture] = field(default_factory=dict)
     edges: tuple[int, ...] = ()
 

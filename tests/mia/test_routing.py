@@ -288,6 +288,24 @@ REPLACED_THEN_ABLATED = MiaSpec.model_validate(
 )
 """Nothing is left of the stream after it: what rounding leaves must not be blown up to the old norm."""
 
+TWO_GATES = MiaSpec.model_validate(
+    {
+        "spans": {"s": {"tokens": [[0, 1]]}},
+        "attention": {"a0": {"heads": [[1, 0]], "spans": ["s"]}},
+        "steer": [
+            {
+                "vector": vector,
+                "layer": 1,
+                "coefficient": 1.0,
+                "phase": "decode",
+                "gate": {"readout": "a0", "span": "s", "above": 0.0},
+            }
+            for vector in VECTORS
+        ],
+    }
+)
+"""Both look at the same mean, each with a sum of its own."""
+
 
 @settings(
     max_examples=200,
@@ -295,6 +313,7 @@ REPLACED_THEN_ABLATED = MiaSpec.model_validate(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @example([(REPLACED_THEN_ABLATED, 1)], [[2, 0, 0, 0, 0]])
+@example([(TWO_GATES, 3)], [[2, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
 @given(requests, steps_of_five)
 def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
     monkeypatch: pytest.MonkeyPatch, asked: list[tuple[MiaSpec | None, int]], steps: list[list[int]]
@@ -302,6 +321,9 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
     monkeypatch.setattr(assembly, "SETTLE_STEPS", 3)
     router, buffers = make_router()
     reader, assembler = Reader(router, buffers, PROBES), Assembler()
+    # What an earlier request has left there.
+    buffers.sums.fill_(math.nan)
+    buffers.opened_at.fill_(0)
     bank = buffers.bank
     prompt_lens = [prompt_len for _, prompt_len in asked]
     computed = [0] * len(asked)
