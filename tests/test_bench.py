@@ -28,7 +28,7 @@ from bench.served import OURS, columns, server_command, with_tokenizer
 from bench.shapes import Shape, load_shape
 from bench.shares import Shares
 from bench.variants import ON_CPU, SERVED, VARIANTS, VECTORS, EngineName, engine_start, taps_of, write_vectors
-from bench.workload import lengths, poisson
+from bench.workload import Arrival, lengths, poisson
 from guard.mia.spec import parse_spec
 from tests.engine.engines import in_process
 
@@ -311,6 +311,15 @@ def test_the_servers_tokenizer_knows_every_token(tmp_path: Path) -> None:
     assert tokenizer.decode([100, TINY.vocabulary - 1]).split() == ["w100", f"w{TINY.vocabulary - 1}"]
 
 
+def test_of_each_kind_of_event_the_client_notes_when_it_came() -> None:
+    observed = load_client.Observed(at_s=0, sent_s=0, prompt_tokens=1, output_tokens=3)
+    token, readouts = b'data: {"id":"cmpl-1"}', b'data: {"object": "mia.readouts"}'
+    for now_s, event in enumerate([readouts, token, token, token, readouts, b"data: [DONE]", b""], start=1):
+        load_client.note(observed, event, float(now_s))
+    times = (observed.readout_s, observed.first_token_s, observed.last_token_s, observed.token_events)
+    assert times == (1.0, 2.0, 4.0, 3)
+
+
 async def test_the_client_notes_readouts_first_and_last_token_of_a_stream_cut_anywhere() -> None:
     seen: list[Any] = []
 
@@ -326,7 +335,7 @@ async def test_the_client_notes_readouts_first_and_last_token_of_a_stream_cut_an
         ]
         for event in events:
             await answer.write(event)
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.01)
         return answer
 
     async def refuse(request: web.Request) -> web.Response:
@@ -336,7 +345,7 @@ async def test_the_client_notes_readouts_first_and_last_token_of_a_stream_cut_an
     app.router.add_post("/v1/completions", complete)
     app.router.add_post("/busy/v1/completions", refuse)
     async with TestServer(app) as server:
-        arrivals = [asdict(arrival) for arrival in poisson(1, 0.01, seed=0)]
+        arrivals = [asdict(Arrival(at_s=0.01, prompt_tokens=12, output_tokens=2))]
         plan = {"url": str(server.make_url("")).rstrip("/"), "shape": "tiny", "variant": "guarded", "seed": 7}
         (answer,) = await load_client.main({**plan, "arrivals": arrivals})
         busy = await load_client.main({**plan, "url": plan["url"] + "/busy", "arrivals": arrivals})
@@ -345,7 +354,7 @@ async def test_the_client_notes_readouts_first_and_last_token_of_a_stream_cut_an
     assert answer.readout_s is not None
     assert answer.first_token_s is not None
     assert answer.last_token_s is not None
-    assert answer.readout_s + 0.02 < answer.first_token_s < answer.last_token_s - 0.02
+    assert answer.readout_s <= answer.first_token_s <= answer.last_token_s
     assert answer.sent_s >= answer.at_s
     assert len(seen[0]["prompt"]) == arrivals[0]["prompt_tokens"]
     assert parse_spec(seen[0]["vllm_xargs"]["mia"]).attention
