@@ -53,7 +53,10 @@ class Load:
 
 
 def per_token_ms(rows: Iterable[Row], phase: str) -> dict[Case, dict[str, Rounds]]:
-    """Milliseconds per output token, by case and variant: the long run minus the short one, over the tokens between."""
+    """Milliseconds per output token, by case and variant: the long run minus the short one, over the tokens between.
+
+    A round whose long run was the shorter one is noise, not a time; the ratio's count of rounds shows that it is gone.
+    """
     runs: dict[tuple[Case, str, int], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row["phase"] == phase:
@@ -61,8 +64,10 @@ def per_token_ms(rows: Iterable[Row], phase: str) -> dict[Case, dict[str, Rounds
             runs[_case(row), row["variant"], row["repetition"]].append((tokens, row["seconds"]))
     found: dict[Case, dict[str, Rounds]] = defaultdict(lambda: defaultdict(dict))
     for (case, variant, repetition), pair in runs.items():
-        if len(pair) == 2:  # an engine that died between the two leaves one
-            (short, short_s), (long, long_s) = sorted(pair)
+        if len(pair) != 2:  # an engine died between the two
+            continue
+        (short, short_s), (long, long_s) = sorted(pair)
+        if long_s > short_s:
             found[case][variant][repetition] = (long_s - short_s) / (long - short) * 1e3
     return found
 

@@ -206,6 +206,8 @@ def about_section(results: Mapping[str, Any]) -> list[str]:
         f"- Card: {results['card']}; {results['cpus']} processors. {versions}.",
         f"- Command: `{' '.join(results['command'])}`",
     ]
+    if results["options"]["quick"]:
+        lines.append("- A rehearsal with a handful of tokens: it shows that everything runs, and measures nothing.")
     for model, taps in results["taps"].items():
         heads = ", ".join(f"{layer}.{head}" for layer, head in taps["attention_heads"])
         lines.append(

@@ -70,6 +70,11 @@ def test_a_run_without_its_partner_gives_no_time() -> None:
     assert per_token_ms([row("vanilla", 0, 101, 1.0)], "tpot") == {}
 
 
+def test_a_long_run_that_was_the_shorter_gives_no_time() -> None:
+    found = per_token_ms([*pair("vanilla", 0, 1.0, 0.9), *pair("vanilla", 1, 0.5, 1.5)], "tpot")
+    assert found[CASE]["vanilla"] == {1: pytest.approx(10.0)}
+
+
 def test_a_ratio_is_taken_within_a_round_and_then_the_median() -> None:
     # The second round is twice as slow for both: paired it is no spread at all, unpaired it would be 2.
     rows = [*pair("vanilla", 0, 0, 1.0), *pair("idle", 0, 0, 1.01)]
@@ -295,7 +300,7 @@ def test_the_kv_cache_has_room_for_the_tokens_that_were_asked_for(tmp_path: Path
 
 def test_vllms_server_is_ours_without_what_is_ours(tmp_path: Path) -> None:
     ours, theirs = (
-        server_command(name, TINY, tmp_path, tmp_path, tmp_path / "log", device="cpu", kv_tokens=1024)  # type: ignore[arg-type]
+        server_command(name, TINY, tmp_path, tmp_path, tmp_path / "log", device="cpu", kv_tokens=1024)
         for name in ("mia", "vanilla")
     )
     assert not any("mia" in argument.replace(str(tmp_path), "") for argument in theirs.arguments)
@@ -308,7 +313,7 @@ def test_the_servers_tokenizer_knows_every_token(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(with_tokenizer(TINY, tmp_path / "model"))
-    assert tokenizer.decode([100, TINY.vocabulary - 1]).split() == ["w100", f"w{TINY.vocabulary - 1}"]
+    assert str(tokenizer.decode([100, TINY.vocabulary - 1])).split() == ["w100", f"w{TINY.vocabulary - 1}"]
 
 
 def test_of_each_kind_of_event_the_client_notes_when_it_came() -> None:
@@ -346,7 +351,12 @@ async def test_the_client_notes_readouts_first_and_last_token_of_a_stream_cut_an
     app.router.add_post("/busy/v1/completions", refuse)
     async with TestServer(app) as server:
         arrivals = [asdict(Arrival(at_s=0.01, prompt_tokens=12, output_tokens=2))]
-        plan = {"url": str(server.make_url("")).rstrip("/"), "shape": "tiny", "variant": "guarded", "seed": 7}
+        plan: dict[str, Any] = {
+            "url": str(server.make_url("")).rstrip("/"),
+            "shape": "tiny",
+            "variant": "guarded",
+            "seed": 7,
+        }
         (answer,) = await load_client.main({**plan, "arrivals": arrivals})
         busy = await load_client.main({**plan, "url": plan["url"] + "/busy", "arrivals": arrivals})
     assert answer.error == ""
@@ -399,6 +409,7 @@ def run_of(tmp_path: Path, children: dict[EngineName, FakeChild], **options: Any
         tmp_path,
         tmp_path / "out.json",
         {
+            "options": {"quick": True},
             "card": "none",
             "commit": "0",
             "time": "",
@@ -469,6 +480,13 @@ def test_a_miss_is_reported_as_a_miss(tmp_path: Path) -> None:
     assert "≤ 1.003: met" in "\n".join(report.sections(measured(tmp_path, 2.0)))
     assert "MISSED" in "\n".join(compact(measured(tmp_path, 2.2)))
     assert goals.at_least(0.98, goals.SATURATED) == "≥ 0.99: **missed** by 0.01"
+
+
+def test_a_rehearsal_is_called_one_in_the_report(tmp_path: Path) -> None:
+    results = measured(tmp_path, 2.0)
+    assert "rehearsal" in "\n".join(report.sections(results))
+    results["options"]["quick"] = False
+    assert "rehearsal" not in "\n".join(report.sections(results))
 
 
 def test_what_failed_is_in_the_report(tmp_path: Path) -> None:
