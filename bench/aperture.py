@@ -129,7 +129,7 @@ def beside(run: Run, shape: Shape) -> None:
 
 def main(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything; returns what was written."""
-    shapes = [load_shape(name) for name in options.model]
+    shapes = [load_shape(name) for name in dict.fromkeys(options.model)]
     now = datetime.now(UTC)
     out: Path = options.out or ROOT / "bench" / "results" / f"{now:%Y-%m-%d}-aperture.json"
     out.parent.mkdir(parents=True, exist_ok=True)

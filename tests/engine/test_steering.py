@@ -223,6 +223,8 @@ def test_a_readout_that_outgrows_the_memory_fails_alone(engine: Engine) -> None:
     router = (
         engine.llm.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.mia.router
     )
+    if not router.gathers_keys:
+        pytest.skip("keys that are read from vLLM's cache take no memory of their own")
     before, router._max_host_bytes = router._max_host_bytes, 4 * len(PROMPT) * 2 * 2 * 32
     try:
         asked = {

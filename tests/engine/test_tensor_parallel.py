@@ -122,17 +122,17 @@ def test_every_head_is_on_one_rank_and_every_key_head_answered_for_by_one(
     shape = AttentionShape(query_heads // ranks, max(1, key_heads // ranks), 8, 1.0, 0.0, None)
     shards = [HeadShard(rank, ranks, max(1, ranks // key_heads)) for rank in range(ranks)]
     for head in range(query_heads):
-        ((rank, local),) = [(s.rank, at) for s in shards if (at := s.query_head(head, shape)) is not None]
+        ((rank, local),) = [(s.rank, at) for s in shards if (at := s.query_head(head, shape.query_heads)) is not None]
         assert rank * shape.query_heads + local == head
         key_head = head * key_heads // query_heads
-        assert {s.key_head_of(head, shape) for s in shards} == {key_head}
+        assert {s.key_head_of(head, shape.group) for s in shards} == {key_head}
         # The rank that has the query also has its key, and looks at the right one.
         assert local // shape.group + rank * shape.key_heads // max(1, ranks // key_heads) == key_head
     for key_head in range(key_heads):
-        assert len([s for s in shards if s.owned_key_head(key_head, shape) is not None]) == 1
+        assert len([s for s in shards if s.owned_key_head(key_head, shape.key_heads) is not None]) == 1
 
 
 def test_parts_are_put_together_in_place_whatever_their_shapes() -> None:
-    parts = [np.ones((2, 3), np.float32), np.zeros((0, 4), np.float32), np.full((5,), 2.0, np.float32)]
+    parts = [torch.ones(2, 3), torch.zeros(0, 4), torch.full((5,), 2.0)]
     HeadShard(0, 2, 1, lambda values: values.mul_(3)).merge(parts)
     assert [part.tolist() for part in parts] == [[[3.0] * 3] * 2, [], [6.0] * 5]
