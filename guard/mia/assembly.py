@@ -11,32 +11,32 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from guard.mia.ops import SHUT
+from guard.mia.ops import HELD_BACK, SHUT
 from guard.mia.record import StepRecord
 from guard.mia.results import (
     AttentionReadout,
     AttentionRowsReadout,
     FloatArray,
-    HiddenReadout,
     ProbeReadout,
-    Readout,
-    RowsReadout,
     Status,
     SteeringReport,
-    StepReading,
     is_averaged,
     join,
     not_complete,
 )
-from guard.mia.routing import CACHED, RequestPlan, RowChunk
-from guard.mia.spec import AttentionCapture, Capture, MiaSpec, QKCapture, generates
+from guard.mia.routing import CACHED, RequestPlan, RowChunk, StepLayout
+from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, QKCapture, generates
+from guard.mia.step_reading import Part, RingReadout, RingRows, StepReading, join_ring
 
-SETTLE_STEPS = 32
+NO_RING = "no space for these rows at once (max_shared_bytes)"
+
+SETTLE_STEPS = 64
 """After so many records everything is put to its requests, and what has grown is sent."""
 
 
@@ -62,7 +62,7 @@ class Gathered:
     prompt_len: int
     captures: dict[str, Capture]
     next_record: int
-    parts: dict[str, list[Readout]] = field(default_factory=lambda: defaultdict(list))
+    parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, AttentionSum] = field(default_factory=lambda: defaultdict(AttentionSum))
     failed: dict[str, str] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
@@ -79,11 +79,36 @@ class Gathered:
                 self.steering[i] = replace(self.steering[i], reason=f"readout {capture!r}: {reason}")
 
 
+@dataclass(frozen=True)
+class Run:
+    """Consecutive steps of one layout, put together once for all requests in them."""
+
+    records: list[StepRecord]
+
+    @cached_property
+    def doses(self) -> FloatArray:
+        """``[steps, doses]``."""
+        doses: FloatArray = torch.stack([record.doses for record in self.records]).numpy()
+        return doses
+
+    @cached_property
+    def values(self) -> FloatArray:
+        """``[steps, values]``."""
+        values: FloatArray = torch.stack([record.values for record in self.records]).numpy()
+        return values
+
+    @property
+    def layout(self) -> StepLayout:
+        """Of the first step."""
+        return self.records[0].layout
+
+
 class Assembler:
     """One engine's records in, its requests' readings out."""
 
     def __init__(self) -> None:
         self._log: list[StepRecord] = []
+        self._runs: dict[tuple[int, int], list[Run]] = {}
         self._due: set[str] = set()
         self.requests: dict[str, Gathered] = {}
 
@@ -104,7 +129,7 @@ class Assembler:
             for request_id, gathered in self.requests.items():
                 self._settle(request_id, gathered)
                 gathered.next_record = 0
-            self._log = []
+            self._log, self._runs = [], {}
             self._due.update(self.requests)
 
     def is_due(self, request_id: str) -> bool:
@@ -136,20 +161,26 @@ class Assembler:
             self.requests.pop(request_id, None)
             self._due.discard(request_id)
         if not self.requests:
-            self._log = []
+            self._log, self._runs = [], {}
 
     def _settle(self, request_id: str, gathered: Gathered) -> None:
         """Put the records since the last time to a request's readouts."""
-        news = self._log[gathered.next_record :]
-        gathered.next_record = len(self._log)
-        for _, group in groupby(news, key=lambda record: id(record.layout.requests)):
-            records = list(group)
-            one = records[0].layout.requests.get(request_id)
+        for run in self._runs_from(gathered.next_record):
+            one = run.layout.requests.get(request_id)
             if one is not None:
-                _put(gathered, request_id, one, records)
+                _put(gathered, request_id, one, run)
+        gathered.next_record = len(self._log)
+
+    def _runs_from(self, first: int) -> list[Run]:
+        """The log from a record on. Most requests ask from the same."""
+        key = first, len(self._log)
+        if key not in self._runs:
+            groups = groupby(self._log[first:], key=lambda record: id(record.layout.requests))
+            self._runs[key] = [Run(list(group)) for _, group in groups]
+        return self._runs[key]
 
 
-def _put(gathered: Gathered, request_id: str, one: RequestPlan, records: list[StepRecord]) -> None:
+def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run) -> None:
     """What consecutive steps of one layout have read of one request."""
     for capture, reason in one.failed.items():
         gathered.fail(capture, reason)
@@ -157,61 +188,54 @@ def _put(gathered: Gathered, request_id: str, one: RequestPlan, records: list[St
         gathered.steering[i] = replace(gathered.steering[i], reason=reason)
     for chunk in one.rows:
         if chunk.capture not in gathered.failed:
-            part = _part_of(gathered, request_id, chunk, records)
-            if isinstance(part, AttentionRowsReadout) and is_averaged(gathered.captures[chunk.capture]):
+            part = _part_of(gathered, request_id, chunk, run)
+            if part.status != "complete":
+                gathered.fail(chunk.capture, part.reason)
+            elif isinstance(part, AttentionRowsReadout) and is_averaged(gathered.captures[chunk.capture]):
                 _add(gathered.sums[chunk.capture], part)
             else:
                 gathered.parts[chunk.capture].append(part)
     for steer in one.steer:
-        doses = torch.cat([record.doses[steer.fresh : steer.end] for record in records]).numpy()
-        limit = records[0].layout.dose_limit
-        gathered.steering[steer.index] = _with_doses(gathered.steering[steer.index], doses[doses >= 0.0], limit)
+        doses = run.doses[:, steer.fresh : steer.end].reshape(-1)
+        report = gathered.steering[steer.index]
+        gathered.steering[steer.index] = _with_doses(report, doses[doses > HELD_BACK], run.layout.dose_limit)
     for i, place in one.gates.items():
-        opened_at = int(records[-1].opened_at[place])
+        opened_at = int(run.records[-1].opened_at[place])
         if opened_at != SHUT:
             gathered.steering[i] = replace(gathered.steering[i], opened_at=opened_at, reason="")
-    gathered.prompt_due = gathered.prompt_due or (one.prompt_ended and records[0].layout.offset == 0)
+    gathered.prompt_due = gathered.prompt_due or (one.prompt_ended and run.layout.offset == 0)
 
 
-def _part_of(gathered: Gathered, request_id: str, chunk: RowChunk, records: list[StepRecord]) -> Readout:
+def _part_of(gathered: Gathered, request_id: str, chunk: RowChunk, run: Run) -> Part:
     """What one capture read in these steps."""
-    capture, length = gathered.captures[chunk.capture], chunk.length
-    starts = [chunk.start + record.layout.offset for record in records]
-    positions = tuple(position for start in starts for position in range(start, start + length))
-    if isinstance(capture, QKCapture):
-        return join([record.queries[request_id, chunk.capture, chunk.start] for record in records])
-    if isinstance(capture, AttentionCapture):
-        return _attention_part(capture, request_id, chunk, records, positions)
+    capture, length, layout = gathered.captures[chunk.capture], chunk.length, run.layout
+    start = chunk.start + layout.offset
+    positions = tuple(range(start, start + length * len(run.records)))
+    if isinstance(capture, QKCapture | AttentionCapture):
+        # They are never of several steps: what they read grows.
+        (record,) = run.records
+        key = request_id, chunk.capture, chunk.start
+        if isinstance(capture, QKCapture):
+            return record.queries[key]
+        values, weights = run.values[0, layout.logits + chunk.mass :], record.weights.get(key)
+        mass = values[: length * len(capture.heads) * len(capture.spans)].reshape(length, len(capture.heads), -1)
+        return AttentionRowsReadout(
+            "complete",
+            capture.heads,
+            positions,
+            mass={span: mass[:, :, column] for column, span in enumerate(capture.spans)},
+            weights=None if weights is None else weights.numpy(),
+        )
     ((layer, slot),) = chunk.slots.items()
-    if chunk.columns[1]:
-        logits = torch.cat([_logits(record, slot, length)[:, slice(*chunk.columns)] for record in records])
-        return ProbeReadout("complete", capture.probe, positions, logits=logits.numpy())  # type: ignore[union-attr]
-    rows = [record.hidden[slot - record.layout.sent[0] :][:length] for record in records]
-    return RowsReadout("complete", layer, positions, values=torch.cat(rows).float().numpy())
-
-
-def _logits(record: StepRecord, slot: int, length: int) -> torch.Tensor:
-    layout = record.layout
-    return record.values[: layout.logits].view(-1, layout.outputs)[slot : slot + length]
-
-
-def _attention_part(
-    capture: AttentionCapture,
-    request_id: str,
-    chunk: RowChunk,
-    records: list[StepRecord],
-    positions: tuple[int, ...],
-) -> AttentionRowsReadout:
-    shape = chunk.length, len(capture.heads), len(capture.spans)
-    size = shape[0] * shape[1] * shape[2]
-    masses = [record.values[record.layout.logits + chunk.mass :][:size].view(shape) for record in records]
-    whole = torch.cat(masses).numpy()
-    weights = None
-    if capture.weights:
-        (record,) = records
-        weights = record.weights[request_id, chunk.capture, chunk.start].numpy()
-    mass = {span: whole[:, :, column] for column, span in enumerate(capture.spans)}
-    return AttentionRowsReadout("complete", capture.heads, positions, mass=mass, weights=weights)
+    if isinstance(capture, ProbeCapture):
+        logits = run.values[:, : layout.logits].reshape(len(run.records), -1, layout.outputs)
+        mine = logits[:, slot : slot + length, slice(*chunk.columns)]
+        return ProbeReadout("complete", capture.probe, positions, logits=mine.reshape(len(positions), -1))
+    slabs = [record.hidden for record in run.records if record.hidden is not None]
+    if len(slabs) < len(run.records):
+        return RingReadout("dropped", layer, reason=NO_RING)
+    segments = [slab.segment(slot - layout.sent[0], length) for slab in slabs]
+    return RingReadout("complete", layer, positions, RingRows(slabs[0].path, slabs[0].dtype, slabs[0].width, segments))
 
 
 def _with_doses(report: SteeringReport, doses: FloatArray, limit: float) -> SteeringReport:
@@ -228,18 +252,16 @@ def _with_doses(report: SteeringReport, doses: FloatArray, limit: float) -> Stee
     )
 
 
-def _prompt(gathered: Gathered) -> dict[str, Readout]:
+def _prompt(gathered: Gathered) -> dict[str, Part]:
     """All readouts of one request's prompt, which has been read to its end."""
-    items: dict[str, Readout] = {}
+    items: dict[str, Part] = {}
     for name, capture in gathered.captures.items():
         if generates(capture):
             continue
         if isinstance(capture, AttentionCapture) and is_averaged(capture) and name not in gathered.failed:
             items[name] = _mean(gathered.sums.pop(name), capture, gathered.prompt_len)
             continue
-        item = _part(gathered, name, capture)
-        single = isinstance(item, RowsReadout) and capture.positions == "last_prompt"
-        items[name] = _single(item) if single and isinstance(item, RowsReadout) else item
+        items[name] = _part(gathered, name, capture)
     return items
 
 
@@ -247,18 +269,13 @@ def _has_news(gathered: Gathered, name: str) -> bool:
     return bool(gathered.parts.get(name)) or (name in gathered.failed and name not in gathered.told)
 
 
-def _part(gathered: Gathered, name: str, capture: Capture) -> Readout:
+def _part(gathered: Gathered, name: str, capture: Capture) -> Part:
     """What was gathered of one capture since it was last sent, or why there will be nothing."""
     if (reason := gathered.failed.get(name)) is not None:
         return not_complete(capture, _status_of(reason), reason)
-    part: Readout = join(gathered.parts.pop(name))  # type: ignore[type-var]
-    return part
-
-
-def _single(rows: RowsReadout) -> HiddenReadout:
-    if rows.values is None:
-        return HiddenReadout(rows.status, rows.layer, reason=rows.reason)
-    return HiddenReadout("complete", rows.layer, rows.positions[0], None, rows.values[0])
+    parts = gathered.parts.pop(name)
+    in_ring = [part for part in parts if isinstance(part, RingReadout)]
+    return join_ring(in_ring) if in_ring else join(parts)  # type: ignore[type-var]
 
 
 def _status_of(reason: str) -> Status:

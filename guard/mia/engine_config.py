@@ -48,6 +48,9 @@ class EngineConfig(BaseModel):
     max_host_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
     """Host memory for what is gathered until it can be sent: keys for attention, rows of the residual stream, queries.
     Captures beyond it get ``dropped``."""
+    max_shared_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
+    """Host memory through which rows of the residual stream reach the API server. Rows that would not fit into it at
+    once, and those that are fetched so late that later ones have taken their place, get ``dropped``."""
     max_answer_bytes: Annotated[int, Field(ge=0)] = 32 * 1024 * 1024
     """Most bytes of arrays in one answer over HTTP, before base64; readouts beyond it get ``dropped``. Files have a
     limit of their own."""

@@ -12,14 +12,16 @@ prepared and through its engine state afterwards. Requests without a spec run vL
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer
@@ -30,17 +32,20 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from guard.mia.patching import wrap
 from guard.mia.results import (
+    HiddenReadout,
     Readout,
     Readouts,
+    RowsReadout,
     SteeringReport,
-    StepReading,
     join,
     not_complete,
     size_bytes,
     with_token_ids,
 )
+from guard.mia.row_ring import OverwrittenError, RingReader
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, split_joined
-from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
+from guard.mia.spec import Capture, HiddenCapture, MiaSpec, TokenRanges, generates, reads_whole_prompt
+from guard.mia.step_reading import Part, RingReadout, StepReading
 from guard.mia.windows import first_steered, reach
 
 NO_MESSAGES = "no chat template has rendered messages of this request"
@@ -62,6 +67,26 @@ class PreparedPrompt:
     token_ids: list[int]
     span_tokens: dict[str, tuple[tuple[int, int], ...]]
     unavailable: dict[str, Readout]
+
+
+@dataclass(frozen=True)
+class FetchedRows:
+    """Vectors of several tokens out of the worker's ring. values: ``[rows, hidden_size]``, the model's dtype."""
+
+    layer: int
+    positions: tuple[int, ...]
+    values: torch.Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the float32 that they become."""
+        return 4 * self.values.numel()
+
+
+@functools.cache
+def ring_reader(path: str) -> RingReader:
+    """One for each worker that ever ran beside this process."""
+    return RingReader(path)
 
 
 @dataclass
@@ -336,17 +361,50 @@ def _receive(context: RequestContext, state: Any, wire: Any) -> None:
     reading = StepReading.from_wire(wire)
     if reading.prompt is not None:
         prompt_tokens = len(context.prompts[request_id].token_ids)
-        readouts = Readouts(reading.prompt, prompt_tokens=prompt_tokens)
-        context.deliver(_complete(context, request_id, choice, readouts))
+        captures = context.spec.captures
+        items = {name: _whole(captures[name], [_fetched(item)]) for name, item in reading.prompt.items()}
+        context.deliver(_complete(context, request_id, choice, Readouts(items, prompt_tokens=prompt_tokens)))
     if reading.grown or reading.steering:
         growing = context.growing.setdefault((request_id, choice), Growing())
         growing.steering = reading.steering or growing.steering
-        for name, item in reading.grown.items():
-            growing.size_bytes += size_bytes(item)
+        for name, part in reading.grown.items():
+            item = _fetched(part)
+            growing.size_bytes += item.size_bytes if isinstance(item, FetchedRows) else size_bytes(item)
             if growing.size_bytes > context.max_grown_bytes:
                 item = not_complete(context.spec.captures[name], "dropped", TOO_LONG)
                 growing.parts[name] = []
             growing.parts.setdefault(name, []).append(item)
+
+
+def _fetched(part: Part) -> Readout | FetchedRows:
+    """Rows are taken out of the ring at once: others will soon take their place."""
+    if not isinstance(part, RingReadout) or part.rows is None:
+        return RowsReadout(part.status, part.layer, reason=part.reason) if isinstance(part, RingReadout) else part
+    try:
+        return FetchedRows(part.layer, part.positions, ring_reader(part.rows.path).take(part.rows))
+    except OverwrittenError as error:
+        return RowsReadout("dropped", part.layer, reason=str(error))
+    except OSError as error:
+        return RowsReadout(
+            "unavailable", part.layer, reason=f"the worker's memory cannot be read here: {error.strerror}"
+        )
+
+
+def _whole(capture: Capture, parts: Sequence[Readout | FetchedRows]) -> Readout:
+    """Parts that came one after the other, as one readout."""
+    rows = [part for part in parts if isinstance(part, FetchedRows)]
+    others: list[Any] = [part for part in parts if not isinstance(part, FetchedRows)]
+    if not rows:
+        (item,) = others if len(others) == 1 else [join(others)]
+        dropped = isinstance(item, RowsReadout) and item.values is None and item.status != "complete"
+        return not_complete(capture, item.status, item.reason) if dropped else item
+    for other in others:
+        return not_complete(capture, other.status, other.reason)
+    positions = tuple(position for part in rows for position in part.positions)
+    values = torch.cat([part.values for part in rows]).float().numpy()
+    if isinstance(capture, HiddenCapture) and capture.positions == "last_prompt":
+        return HiddenReadout("complete", rows[0].layer, positions[0], None, values[0])
+    return RowsReadout("complete", rows[0].layer, positions, values=values)
 
 
 def _finish(context: RequestContext, state: Any) -> None:
@@ -363,7 +421,7 @@ def _finish(context: RequestContext, state: Any) -> None:
         if name in prompt.unavailable:
             continue
         parts = growing.parts.get(name)
-        whole: Readout = join(parts) if parts else not_complete(capture, "complete", "")
+        whole = _whole(capture, parts) if parts else not_complete(capture, "complete", "")
         items[name] = with_token_ids(whole, token_ids)
     context.deliver(
         Readouts(

@@ -17,9 +17,10 @@ from guard.mia import ops as _ops  # noqa: F401  (registers torch.ops.mia)
 from guard.mia.buffers import AttentionShape, TapBuffers
 from guard.mia.control import Control
 from guard.mia.probes import ProbeBank
-from guard.mia.record import Part, StepRecord
+from guard.mia.record import Rows, StepRecord
 from guard.mia.results import QKReadout
 from guard.mia.routing import RequestPlan, Router, RowChunk, StepPlan
+from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import AttentionCapture, Head, MiaSpec, QKCapture, TokenRanges
 from guard.mia.tracking import Tracked
@@ -75,6 +76,7 @@ class Reader:
         router: Router,
         buffers: TapBuffers,
         probes: ProbeBank,
+        ring: RowRing,
         shard: HeadShard = ALONE,
         keys: KeySource | None = None,
     ) -> None:
@@ -82,6 +84,7 @@ class Reader:
         self._buffers = buffers
         self._probes = probes
         self._shard = shard
+        self._ring = ring
         self._gathered = GatheredKeys(buffers)
         self.keys: KeySource = keys or self._gathered
 
@@ -94,7 +97,7 @@ class Reader:
         buffers, sent = self._buffers, plan.layout.sent
         return StepRecord(
             plan.layout,
-            hidden=to_host(buffers.hidden_pool[slice(*sent)]) if sent[1] else NOTHING,
+            hidden=self._ring.put(buffers.hidden_pool[slice(*sent)]) if sent[1] else None,
             values=to_host(values) if plan.values else NOTHING,
             doses=to_host(buffers.doses[: plan.doses]) if plan.doses else NOTHING,
             opened_at=to_host(buffers.opened_at) if plan.gated else NOTHING,
@@ -244,7 +247,7 @@ class Reader:
         group = self._buffers.attention_shapes[layer].group
         return tuple(sorted({self._shard.key_head_of(head, group) for at, head in capture.heads if at == layer}))
 
-    def _qk_readout(self, part: Part, queries: Tensors, keys: Tensors) -> QKReadout:
+    def _qk_readout(self, part: Rows, queries: Tensors, keys: Tensors) -> QKReadout:
         request_id, name, start = part
         capture = self._router.requests[request_id].captures[name]
         assert isinstance(capture, QKCapture)
@@ -268,8 +271,8 @@ class Reader:
 class _Heads:
     """A step's attention rows, and queries with their keys by layer."""
 
-    weights: dict[Part, torch.Tensor] = field(default_factory=dict)
-    queries: dict[Part, tuple[Tensors, Tensors]] = field(default_factory=dict)
+    weights: dict[Rows, torch.Tensor] = field(default_factory=dict)
+    queries: dict[Rows, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
     def tensors(self) -> list[torch.Tensor]:
         both = [by_layer for pair in self.queries.values() for by_layer in pair]

@@ -11,21 +11,23 @@ import torch
 
 from guard.mia.results import QKReadout
 from guard.mia.routing import StepLayout
+from guard.mia.row_ring import Slab
 
-Part = tuple[str, str, int]
+Rows = tuple[str, str, int]
 """Request, capture, and first token."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """hidden: ``[slots sent, hidden_size]``, the model's dtype. values: float32, logits of probes and behind them
+    """hidden: where ``[slots sent, hidden_size]`` lie, in the model's dtype; None when there are none, or they found no
+    space. values: float32, logits of probes and behind them
     attention masses, as ``layout`` says. doses: float32. opened_at: ``[gates]`` int32, after the step; empty without
     gates. weights: ``[tokens read, heads, tokens]`` float32. queries: with the keys that came."""
 
     layout: StepLayout
-    hidden: torch.Tensor
+    hidden: Slab | None
     values: torch.Tensor
     doses: torch.Tensor
     opened_at: torch.Tensor
-    weights: dict[Part, torch.Tensor] = field(default_factory=dict)
-    queries: dict[Part, QKReadout] = field(default_factory=dict)
+    weights: dict[Rows, torch.Tensor] = field(default_factory=dict)
+    queries: dict[Rows, QKReadout] = field(default_factory=dict)

@@ -198,33 +198,7 @@ class Readouts:
         return _readouts.validate_python(wire)
 
 
-@dataclass(frozen=True)
-class StepReading:
-    """What one engine step gives for one request, between processes.
-
-    ``prompt``: readouts of the prompt, in the step in which it ended, else None. ``grown``: new rows of the captures
-    that go on while the answer is generated; they are put together at the answer's end. ``steering``: up to now.
-    """
-
-    prompt: dict[str, Annotated[Readout, Field(discriminator="kind")]] | None = None
-    grown: dict[str, Annotated[Readout, Field(discriminator="kind")]] = field(default_factory=dict)
-    steering: tuple[SteeringReport, ...] = ()
-
-    def __bool__(self) -> bool:
-        return self.prompt is not None or bool(self.grown) or bool(self.steering)
-
-    def to_wire(self) -> dict[str, Any]:
-        """For msgpack or pickle: arrays as bytes."""
-        wire: dict[str, Any] = _step_reading.dump_python(self, context=RAW)
-        return wire
-
-    @classmethod
-    def from_wire(cls, wire: Any) -> StepReading:
-        return _step_reading.validate_python(wire)
-
-
 _readouts = TypeAdapter(Readouts)
-_step_reading = TypeAdapter(StepReading)
 
 R = TypeVar("R", RowsReadout, ProbeReadout, AttentionRowsReadout, QKReadout)
 

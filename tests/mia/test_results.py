@@ -20,9 +20,9 @@ from guard.mia.results import (
     Readouts,
     RowsReadout,
     SteeringReport,
-    StepReading,
     join,
 )
+from guard.mia.step_reading import StepReading
 
 LAYER = {"kv_heads": {1: (0, 1)}, "group": {1: 2}, "scale": {1: 0.25}, "softcap": {1: 5.0}, "window": {1: None}}
 finite32 = st.floats(width=32, allow_nan=False)

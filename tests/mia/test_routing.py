@@ -13,15 +13,16 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from guard.mia import assembly
+from guard.mia import assembly, frontend
 from guard.mia.assembly import Assembler
 from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
 from guard.mia.ops import LEAST_RELATIVE_NORM
 from guard.mia.probes import ProbeBank
 from guard.mia.readouts import Reader
-from guard.mia.results import AttentionReadout, HiddenReadout, ProbeReadout, QKReadout, RowsReadout, join
+from guard.mia.results import AttentionReadout, HiddenReadout, ProbeReadout, QKReadout, RowsReadout
 from guard.mia.routing import CACHED, NO_HIDDEN_ROWS, BatchView, Router
+from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE
 from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, generates
 from guard.mia.steering import Bank
@@ -320,7 +321,8 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
 ) -> None:
     monkeypatch.setattr(assembly, "SETTLE_STEPS", 3)
     router, buffers = make_router()
-    reader, assembler = Reader(router, buffers, PROBES), Assembler()
+    ring = RowRing(2**16, HIDDEN_SIZE, torch.float32, pinned=False)
+    reader, assembler = Reader(router, buffers, PROBES, ring), Assembler()
     # What an earlier request has left there.
     buffers.sums.fill_(math.nan)
     buffers.opened_at.fill_(0)
@@ -337,7 +339,7 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
         reading = assembler.reading(f"r{i}", ended=ended)
         if reading is not None:
             for name, item in ((reading.prompt or {}) | reading.grown).items():
-                got[i][name].append(item)
+                got[i][name].append(frontend._fetched(item))
             reports[i] = reading.steering or reports.get(i)
 
     for step in steps:
@@ -382,7 +384,7 @@ def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Ten
         assert parts == []
         return
     assert grows or len(parts) == 1
-    item = join(parts) if grows else parts[0]
+    item = frontend._whole(capture, parts)
     assert item.status == "complete"
     if isinstance(item, HiddenReadout):
         np.testing.assert_allclose(item.values, one.stream_at(read[0], item.layer, bank), rtol=1e-4, atol=1e-4)

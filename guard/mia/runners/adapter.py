@@ -22,6 +22,7 @@ from guard.mia.probes import load_probes
 from guard.mia.readouts import Reader
 from guard.mia.record import StepRecord
 from guard.mia.routing import BatchView, Router, StepPlan
+from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import MiaSpec
 from guard.mia.steering import load_bank
@@ -82,7 +83,9 @@ class Adapter:
             config, hidden_size, shapes, limits, self.bank.vectors, dtype, shard, gathers_keys
         )
         self.router = Router(self.buffers, self.bank, probes, config.max_host_bytes, shard)
-        self.reader = Reader(self.router, self.buffers, probes, shard)
+        shared_bytes = config.max_shared_bytes if config.hidden_layers and shard.rank == 0 else 0
+        ring = RowRing(shared_bytes, hidden_size, dtype, pinned=device.type == "cuda")
+        self.reader = Reader(self.router, self.buffers, probes, ring, shard)
         self._plan: StepPlan | None = None
         self._forwarded = False
         insert(decoder, self.buffers)
