@@ -35,7 +35,7 @@ from guard.mia.spec import (
 )
 from guard.mia.steering import Bank
 from guard.mia.tracking import KEY_BLOCK_TOKENS, KeyStore, Tracked
-from guard.mia.windows import Window, intervals, merged, steered
+from guard.mia.windows import Window, merged, steered
 
 NO_HIDDEN_ROWS = "no space for these rows in one step (max_hidden_rows_per_step)"
 NO_QUERY_ROWS = "no space for these queries in one step (max_query_rows_per_step)"
@@ -233,7 +233,7 @@ class Router:
         if tracked.with_heads and self.gathers_keys:
             self._reserve_keys(tracked)
         for name, capture in tracked.captures.items():
-            if name not in tracked.failed and not self._reserve(tracked, self._prompt_bytes(tracked, capture)):
+            if name not in tracked.failed and not self._reserve(tracked, self._prompt_bytes(tracked, name, capture)):
                 tracked.failed[name] = NO_MEMORY
         for i, steer in enumerate(spec.steer):
             if steer.gate is not None and self._free_gates:
@@ -286,12 +286,10 @@ class Router:
             for name in tracked.with_heads:
                 tracked.failed[name] = NO_MEMORY
 
-    def _prompt_bytes(self, tracked: Tracked, capture: Capture) -> int:
+    def _prompt_bytes(self, tracked: Tracked, name: str, capture: Capture) -> int:
         """What a capture's readout of the prompt takes while it is gathered."""
         length = tracked.prompt_len
-        rows = sum(
-            min(end, length) - start for start, end in intervals(capture, tracked.spec, length) if start < length
-        )
+        rows = sum(min(end, length) - start for start, end in tracked.intervals[name] if start < length)
         if isinstance(capture, HiddenCapture):
             return 4 * rows * self._buffers.hidden_pool.shape[1]
         if isinstance(capture, ProbeCapture):
@@ -403,8 +401,11 @@ class Router:
         for name, capture in tracked.captures.items():
             if name in tracked.failed:
                 continue
+            read = tracked.intervals[name]
+            if read[-1][1] <= rows.start and tracked.seen >= tracked.prompt_len:
+                continue
             chunks: list[RowChunk] = []
-            for start, end in intervals(capture, tracked.spec, tracked.prompt_len):
+            for start, end in read:
                 if max(start, tracked.seen) < min(end, rows.start):
                     tracked.failed[name] = CACHED
                     break
@@ -497,9 +498,7 @@ class Router:
         """Entries for the gates on an attention readout; those on probes follow once all slots are placed."""
         heads, spans = len(capture.heads), len(capture.spans)
         averaged = is_averaged(capture)
-        total = (
-            sum(end - start for start, end in intervals(capture, tracked.spec, tracked.prompt_len)) if averaged else 0
-        )
+        total = sum(end - start for start, end in tracked.intervals[name]) if averaged else 0
         for i, gate_slot in tracked.gates.items():
             gate = tracked.spec.steer[i].gate
             assert gate is not None

@@ -6,7 +6,6 @@ Owns what of it has been through the taps, what failed and why, its keys where t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -51,8 +50,9 @@ class Tracked:
     ``seen``: its tokens below this one have been through the taps, so that a re-computation after preemption delivers
     nothing twice. ``keys`` is None when it gathers none. ``gates``: place in ``opened_at`` by steering. ``failed``:
     captures that cannot become complete any more, and why; ``shut``: the same of steerings whose gate cannot open.
-    ``judged``: steerings whose gate has seen a part of an averaged readout. ``with_heads``: captures of attention,
-    queries and keys. ``edges``: tokens from which on other captures or steerings act than before, in order.
+    ``judged``: steerings whose gate has seen a part of an averaged readout. ``intervals``: what each capture reads, see
+    ``windows``. ``with_heads``: captures of attention, queries and keys. ``edges``: tokens from which on other captures
+    or steerings act than before, in order.
     """
 
     spec: MiaSpec
@@ -66,13 +66,24 @@ class Tracked:
     failed: dict[str, str] = field(default_factory=dict)
     shut: dict[int, str] = field(default_factory=dict)
     judged: set[int] = field(default_factory=set)
+    intervals: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     with_heads: dict[str, AttentionCapture | QKCapture] = field(default_factory=dict)
     edges: tuple[int, ...] = ()
 
     @classmethod
     def start(cls, spec: MiaSpec, prompt_len: int) -> Tracked:
-        edges = tuple(sorted(set(_edges(spec, prompt_len))))
-        return cls(spec, prompt_len, spec.captures, with_heads={**spec.attention, **spec.qk}, edges=edges)
+        captures = spec.captures
+        read = {name: tuple(intervals(capture, spec, prompt_len)) for name, capture in captures.items()}
+        changed = [(window.start, window.end) for steer in spec.steer for window in reach(steer, prompt_len)]
+        edges = {edge for pairs in (*read.values(), changed) for pair in pairs for edge in pair}
+        return cls(
+            spec,
+            prompt_len,
+            captures,
+            intervals=read,
+            with_heads={**spec.attention, **spec.qk},
+            edges=tuple(sorted({prompt_len, *edges})),
+        )
 
     @property
     def needs_keys_to_the_end(self) -> bool:
@@ -81,13 +92,3 @@ class Tracked:
     def next_edge(self, position: int) -> int:
         """The first edge from ``position`` on."""
         return next((edge for edge in self.edges if edge >= position), ENDLESS)
-
-
-def _edges(spec: MiaSpec, prompt_len: int) -> Iterator[int]:
-    yield prompt_len
-    for capture in spec.captures.values():
-        for interval in intervals(capture, spec, prompt_len):
-            yield from interval
-    for steer in spec.steer:
-        for window in reach(steer, prompt_len):
-            yield from (window.start, window.end)
