@@ -2,7 +2,8 @@
 
 from guard.policy.bound import BoundPolicy, bind, build_detectors
 from guard.policy.engine import Decision, RuleHit
-from guard.policy.store import LoadedPolicy, PolicyError, load_policy
+from guard.policy.loading import LoadedPolicy, load_policy
+from guard.policy.yaml_file import PolicyError
 
 __all__ = [
     "BoundPolicy",

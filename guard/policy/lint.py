@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from guard.policy.bound import bind, build_detectors
-from guard.policy.store import PolicyError, load_policy
+from guard.policy.loading import load_policy
+from guard.policy.support import refuse_unsupported
+from guard.policy.yaml_file import PolicyError
 
 
 def lint(
@@ -24,6 +26,7 @@ def lint(
     for path in paths:
         try:
             loaded = load_policy(path)
+            refuse_unsupported(loaded)
             if config_key is not None and model_configs is not None:
                 vectors = {path.stem for path in (model_configs / "steering" / config_key).glob("*.safetensors")}
                 bind(loaded, build_detectors(loaded, config_key, model_configs), vectors)

@@ -13,19 +13,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from guard.mia.spec import Steer
-from guard.policy.schema import (
-    AllCondition,
-    AnyCondition,
-    DetectorUse,
-    NotCondition,
-    Policy,
-    Rule,
-    ScoreCondition,
-    StatusCondition,
-)
+from guard.policy.conditions import AllCondition, AnyCondition, NotCondition, ScoreCondition, StatusCondition
+from guard.policy.inheritance import Inheritance, Removal
+from guard.policy.schema import DetectorUse, Policy, Redaction, Routing, Rule, SteeringGate
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", Policy),
+    ("The file: inheritance", Inheritance),
+    ("`remove`", Removal),
     ("`detectors.NAME`", DetectorUse),
     ("`rules[]`", Rule),
     ("Condition: a score", ScoreCondition),
@@ -34,10 +29,13 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("Condition: `any`", AnyCondition),
     ("Condition: `not`", NotCondition),
     ("`rules[].steer[]`", Steer),
+    ("`rules[].gate`", SteeringGate),
+    ("`rules[].redact`", Redaction),
+    ("`rules[].route`", Routing),
 )
 
-NOT_IN_POLICIES = "gate"
-"""A field of steering that a request may have and a rule may not."""
+THE_RULES: dict[type[BaseModel], tuple[str, ...]] = {Steer: ("gate",)}
+"""Fields that a request may have there and a policy may not: the rule has them."""
 
 HEAD = """# Policy reference
 
@@ -53,18 +51,24 @@ def reference() -> str:
 def _section(title: str, model: type[BaseModel]) -> str:
     schema = model.model_json_schema()
     schema = schema.get("$defs", {}).get(model.__name__, schema)["properties"]
-    fields = {field.alias or name: field for name, field in model.model_fields.items() if name != NOT_IN_POLICIES}
+    fields = {
+        field.alias or name: field for name, field in model.model_fields.items() if name not in THE_RULES.get(model, ())
+    }
     rows = [_row(name, field, schema[name]) for name, field in fields.items()]
     table = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
     return f"\n## {title}\n\n{_prose(model.__doc__ or '')}\n\n{table}\n"
 
 
 def _row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
-    default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
+    default = "required" if field.is_required() else _default(field.default)
     meaning = _prose(field.description or "")
     if field.examples:
         meaning += " Example: " + ", ".join(f"`{json.dumps(example)}`" for example in field.examples) + "."
     return f"| `{name}` | {_type(schema)} | {default} | {meaning.replace('|', chr(92) + '|')} |"
+
+
+def _default(value: Any) -> str:
+    return "none" if value is None or isinstance(value, BaseModel) else f"`{json.dumps(value)}`"
 
 
 def _type(schema: dict[str, Any]) -> str:

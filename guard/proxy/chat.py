@@ -37,7 +37,7 @@ async def chat(services: Services, exchange: Exchange) -> None:
 async def _guarded(services: Services, exchange: Exchange, request: ChatRequest, began_s: float) -> None:
     """The answer that the policy wants."""
     policy, record = services.policy, exchange.record
-    body = request.to_json(policy.spec if policy.reads else None)
+    body = request.to_json(policy.spec if policy.spec.asks else None)
     sent_s = time.perf_counter()
     record.own_s = sent_s - began_s
     try:

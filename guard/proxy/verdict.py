@@ -20,7 +20,7 @@ async def decide(
     policy: BoundPolicy, opening: asyncio.Task[Answer], record: RequestRecord, sent_s: float
 ) -> Decision | None:
     """The decision, put on the record too. None when there is nothing to judge: vLLM refused the request."""
-    if not policy.reads:
+    if not policy.spec.captures:
         record.decision = policy.decide({})
         return record.decision
     finding = await _find(policy, opening)
@@ -39,14 +39,14 @@ async def decide(
 
 async def _find(policy: BoundPolicy, opening: asyncio.Task[Answer]) -> Finding | None:
     try:
-        async with asyncio.timeout(policy.prompt_timeout_s):
+        async with asyncio.timeout(policy.hold_s or None):
             answer = await asyncio.shield(opening)
             if isinstance(answer, PlainAnswer) and answer.failed:
                 refusal = await spec_refusal(answer)
                 return None if refusal is None else Finding(None, f"the engine refuses: {refusal}")
             return await answer.find(patient=policy.enforces)
     except TimeoutError:
-        return Finding(None, f"no readouts within {policy.prompt_timeout_s:g} s")
+        return Finding(None, f"no readouts within {policy.hold_s:g} s")
 
 
 async def spec_refusal(answer: Answer) -> str | None:
