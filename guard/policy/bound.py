@@ -6,7 +6,6 @@ engine accepts. Never sees a tensor or HTTP.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from guard.mia.spec import MiaSpec, Steer
 from guard.policy.compiled import compile_rules
 from guard.policy.engine import CompiledRule, Decision, decide, longest_wait_s
 from guard.policy.gates import steering_of
-from guard.policy.loading import LoadedPolicy
+from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.measuring import Measurement, Question, Steering, measurement, question
 from guard.policy.schema import DetectorUse
 from guard.policy.support import refuse_unsupported
@@ -134,15 +133,10 @@ def bind(
         uses=policy.detectors,
         measurements=measurements,
         steerings=steerings,
-        digests={name: use_digest(use) for name, use in policy.detectors.items()},
+        digests=digests(loaded),
     )
     _check_steerings(loaded, bound)
     return bound
-
-
-def use_digest(use: DetectorUse) -> str:
-    """Names what a detector's score depends on in a policy: scores of two policies compare when these are the same."""
-    return f"{use.kind}@{hashlib.sha256(use.model_dump_json(exclude_defaults=True).encode()).hexdigest()[:12]}"
 
 
 def _measurement(loaded: LoadedPolicy, name: str, detector: Detector) -> Measurement:

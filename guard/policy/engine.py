@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from detectors.base import Score
 from guard.mia.spec import Steer
@@ -21,11 +20,7 @@ from guard.policy.conditions import (
     StatusCondition,
     children,
 )
-from guard.policy.schema import SEVERITIES, ActionName, Mode, OnError, Rule, Stage, detectors_in
-
-Action = Literal["allow"] | ActionName
-SEVERITY: Mapping[Action, int] = {"allow": 0} | SEVERITIES
-"""Of each action where no rule declares another; the order of all actions."""
+from guard.policy.schema import SEVERITY, Action, Mode, OnError, Rule, Stage, detectors_in
 
 NO_SCORE = Score("unavailable", reason="it was not measured")
 

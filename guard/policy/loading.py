@@ -52,3 +52,19 @@ def load_policy(path: Path) -> LoadedPolicy:
     # Sorted, so that the hash outlives a field that moves in the schema.
     content = json.dumps(policy.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
     return LoadedPolicy(policy, path, hashlib.sha256(content.encode()).hexdigest(), root, files)
+
+
+def digests(loaded: LoadedPolicy) -> dict[str, str]:
+    """Detector -> ``KIND@HASH`` of what its score depends on in a policy. Scores of two policies compare where these
+    are the same."""
+    return {name: f"{use.kind}@{_digest(loaded, name)[:12]}" for name, use in loaded.policy.detectors.items()}
+
+
+def _digest(loaded: LoadedPolicy, name: str) -> str:
+    use = loaded.policy.detectors[name]
+    content = use.model_dump_json(exclude_defaults=True).encode()
+    if use.config is not None and use.config.endswith(".json"):
+        file = loaded.file_of(("detectors", name, "config")).parent / use.config
+        # Two folders may have a file of that name; where it is missing nothing is measured with it.
+        content += file.read_bytes() if file.is_file() else b""
+    return hashlib.sha256(content).hexdigest()

@@ -8,6 +8,7 @@ in ``guard.policy.support``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -34,8 +35,11 @@ STAGES_OF_ACTIONS: dict[ActionName, tuple[Stage, ...]] = {
 }
 """Where each action makes sense: what is generated already can be steered no more, only asked for again."""
 
-SEVERITIES: dict[ActionName, int] = {"flag": 5, "redact": 20, "steer": 30, "retry": 40, "route": 50, "block": 95}
-"""A rule's severity unless it declares another."""
+Action = Literal["allow"] | ActionName
+SEVERITY: Mapping[Action, int] = {
+    "allow": 0, "flag": 5, "redact": 20, "steer": 30, "retry": 40, "route": 50, "block": 95,
+}  # fmt: skip
+"""A rule's severity unless it declares another; the order of all actions."""
 
 FLAG_BELOW, BLOCK_FROM = 10, 90
 """The bands of severities: a rule that only reports never outranks one that acts, and nothing outranks a block."""
@@ -224,7 +228,7 @@ class Rule(Section):
     @property
     def rank(self) -> int:
         """Its severity, declared or not."""
-        return SEVERITIES[self.action] if self.severity is None else self.severity
+        return SEVERITY[self.action] if self.severity is None else self.severity
 
     @model_validator(mode="after")
     def _fields_belong_to_the_action(self) -> Self:

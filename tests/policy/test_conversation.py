@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guard.mia.spec import MiaSpec
 from guard.policy.conversation import ConversationError, matches, resolved
+
+unhurried = settings(deadline=None, max_examples=60)
+"""Other processes may take the machine from a test."""
 
 AGENT = ("system", "user", "assistant", "tool", "tool", "assistant", "tool")
 
@@ -63,6 +66,7 @@ def test_a_scope_holds_when_any_message_is_meant(scope: tuple[str, ...], roles: 
 roles = st.lists(st.sampled_from(["system", "user", "assistant", "tool", "developer", "critic", "Über"]), max_size=40)
 
 
+@unhurried
 @given(roles)
 def test_every_conversation_with_a_users_message_has_a_last_turn_that_an_engine_takes(given_roles: list[str]) -> None:
     assert matches(("last_turn",), given_roles) == any(role not in ("system", "developer") for role in given_roles)
@@ -73,6 +77,7 @@ def test_every_conversation_with_a_users_message_has_a_last_turn_that_an_engine_
             assert word != "tool_results"
 
 
+@unhurried
 @given(roles, st.integers(1, 3))
 def test_answers_that_a_client_puts_at_the_end_do_not_empty_the_turn(given_roles: list[str], answers: int) -> None:
     turn = [one for one in range(len(given_roles)) if _in_turn(one, given_roles)]

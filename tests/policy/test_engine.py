@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detectors.base import Score
-from guard.policy.engine import SEVERITY, CompiledRule, Decision, compile_condition, decide, longest_wait_s
-from guard.policy.schema import Rule
+from guard.policy.engine import CompiledRule, Decision, compile_condition, decide, longest_wait_s
+from guard.policy.schema import SEVERITY, Rule
+
+unhurried = settings(deadline=None, max_examples=60)
+"""Other processes may take the machine from a test."""
 
 STEER = [{"vector": "calm", "layer": 3, "coefficient": 2.0}]
 MISSING = Score("unavailable", reason="no space")
@@ -214,6 +217,7 @@ rules = st.lists(
 )
 
 
+@unhurried
 @given(rules, scores)
 def test_every_input_has_one_decision_that_its_enforced_hits_explain(
     compiled: list[CompiledRule], given_scores: dict[str, Score]
@@ -227,6 +231,7 @@ def test_every_input_has_one_decision_that_its_enforced_hits_explain(
     assert decision == run(compiled, given_scores)
 
 
+@unhurried
 @given(rules, st.builds(rule, st.just("more"), conditions, actions, on_error=outcomes), scores)
 def test_one_more_rule_never_makes_a_decision_less_severe(
     compiled: list[CompiledRule], more: CompiledRule, given_scores: dict[str, Score]
@@ -236,6 +241,7 @@ def test_one_more_rule_never_makes_a_decision_less_severe(
     assert set(after.flags) >= set(before.flags)
 
 
+@unhurried
 @given(st.data(), st.sampled_from(["flag", "redact", "steer", "route", "block"]), st.booleans())
 def test_whatever_severities_are_declared_a_block_blocks_and_a_flag_hides_nothing(
     data: st.DataObject, action: str, first: bool
@@ -248,6 +254,7 @@ def test_whatever_severities_are_declared_a_block_blocks_and_a_flag_hides_nothin
     assert run([other, flag] if first else [flag, other], scored(a=1)).action == action
 
 
+@unhurried
 @given(rules, rules, scores)
 def test_rules_in_shadow_change_nothing_but_what_is_recorded(
     enforced: list[CompiledRule], more: list[CompiledRule], given_scores: dict[str, Score]
@@ -259,6 +266,7 @@ def test_rules_in_shadow_change_nothing_but_what_is_recorded(
     assert [hit for hit in beside.hits if not hit.rule.startswith("s-")] == list(alone.hits)
 
 
+@unhurried
 @given(conditions, scores, outcomes, outcomes | st.none())
 def test_an_unknown_condition_is_never_clean(
     when: dict[str, Any], given_scores: dict[str, Score], on_error: str, on_timeout: str | None

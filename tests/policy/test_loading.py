@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guard.policy import PolicyError, load_policy
+
+unhurried = settings(deadline=None, max_examples=60)
+"""Other processes may take the machine from a test."""
 
 GOOD = """\
 version: 1
@@ -93,6 +96,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_policy(tmp_path / "nowhere.yaml")
 
 
+@unhurried
 @given(st.binary(max_size=400) | st.text(max_size=200).map(lambda t: t.encode("utf-8", "surrogatepass")))
 def test_any_bytes_load_or_raise_a_policy_error(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"

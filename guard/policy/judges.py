@@ -1,0 +1,81 @@
+"""The policies that judge one request: the live one, and a shadow policy beside it that reads the same prompt.
+
+Owns what both ask of the engine together, at no second reading. What the shadow decides is recorded and never done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from detectors.base import Score
+from guard.mia.results import Readouts
+from guard.policy.bound import BoundPolicy
+from guard.policy.engine import Decision
+from guard.policy.measuring import Measurement, Question, measurement, question
+
+SHADOW_PREFIX = "."
+"""Before the key of a detector that only the shadow policy has: no detector's own name begins so."""
+
+
+class TooMuchError(ValueError):
+    """Live and shadow policy together ask for more than one request can."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one request, by detector, for each of the policies. ``shadow`` is empty without one."""
+
+    live: Mapping[str, Score]
+    shadow: Mapping[str, Score]
+
+
+@dataclass(frozen=True)
+class Judges:
+    """``measured``: every detector of either policy once. ``beside``: the shadow's detectors by its own names."""
+
+    live: BoundPolicy
+    shadow: BoundPolicy | None
+    measured: tuple[Measurement, ...]
+    beside: Mapping[str, Measurement]
+
+    def ask(self, roles: Sequence[str]) -> Question:
+        """What to ask the engine for a conversation of messages with these roles."""
+        return question(self.measured, roles, self.live.armed)
+
+    def scores(
+        self, asked: Question, readouts: Readouts | None, reason: str = "", *, timed_out: bool = False
+    ) -> Scores:
+        """None for ``readouts`` makes every score that had to be read unavailable, with ``reason``."""
+        by_key = asked.scores({one.key: one for one in self.measured}, readouts, reason, timed_out)
+        return Scores(
+            {name: by_key[one.key] for name, one in self.live.measurements.items()},
+            {name: by_key[one.key] for name, one in self.beside.items()},
+        )
+
+    def decide(self, scores: Scores) -> tuple[Decision, Decision | None]:
+        """The decision, and what the shadow policy would have decided."""
+        return self.live.decide(scores.live), self.shadow.decide(scores.shadow) if self.shadow else None
+
+
+def judges(live: BoundPolicy, shadow: BoundPolicy | None) -> Judges:
+    """A detector that both policies use in the same way is measured once. Raises ``TooMuchError``."""
+    if shadow is None:
+        return Judges(live, None, tuple(live.measurements.values()), {})
+    shared = {live.digests[name]: one for name, one in live.measurements.items()}
+    beside = {
+        name: shared.get(shadow.digests[name]) or measurement(f"{SHADOW_PREFIX}{name}", shadow.detectors[name], use)
+        for name, use in shadow.uses.items()
+    }
+    measured = tuple({one.key: one for one in (*live.measurements.values(), *beside.values())}.values())
+    both = Judges(live, shadow, measured, beside)
+    try:
+        question(measured, None, live.armed)
+    except ValidationError as error:
+        reason = str(error.errors(include_url=False, include_input=False)[0]["msg"])
+        raise TooMuchError(
+            f"{live.name} with {shadow.name} beside it asks for more than one request can: {reason}"
+        ) from None
+    return both
