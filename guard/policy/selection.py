@@ -19,6 +19,7 @@ from guard.policy.schema import PolicyName
 
 KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9\-]{1,64}$")]
+HeaderValues = dict[HeaderName, tuple[str, ...]]
 
 UNFIT_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
 """Secrets: nobody writes these into a file."""
@@ -39,7 +40,7 @@ class Match(Section):
     routes: Annotated[tuple[str, ...], Field(examples=[["/v1/chat/completions"]])] = ()
     """Paths of the API."""
 
-    headers: Annotated[dict[HeaderName, tuple[str, ...]], Field(examples=[{"x-mode": ["strict"]}])] = {}  # noqa: RUF012
+    headers: Annotated[HeaderValues, Field(examples=[{"x-profile": ["strict"]}])] = {}  # noqa: RUF012
     """Request headers, in lower case, and the exact values that fit. Clients choose what they send, so name here only
     what any of them may choose."""
 

@@ -1,0 +1,122 @@
+"""The policies that judge now, and how they change while requests run: files are watched, and swapped as a whole.
+
+Owns the one reference that is replaced. What cannot be used changes nothing: the policies before it stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Literal
+
+from watchfiles import awatch
+
+from guard.policy.policy_set import Bind, PolicySet, load_policies
+from guard.policy.yaml_file import PolicyError
+
+log = logging.getLogger("guard.policy")
+
+Reload = Literal["success", "failure", "noop"]
+"""``noop``: the files say what they said before."""
+
+SETTLE_MS = 100
+"""Changes that come this close together are one."""
+
+RECHECK_S = 5.0
+"""How often files are looked at although no change was reported: network file systems report none, nor does anybody
+report what changed just before the watch began."""
+
+Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+class PolicyStore:
+    """Raises ``PolicyError`` when there is nothing to begin with. ``on_reload`` is called after every later attempt."""
+
+    def __init__(
+        self, path: Path, bind_policy: Bind, on_reload: Callable[[Reload], None] = lambda result: None
+    ) -> None:
+        self.path = path
+        self.current: PolicySet = load_policies(path, bind_policy)
+        self.error: str | None = None
+        """Why the files that are there now are not what judges."""
+        self._bind = bind_policy
+        self._on_reload = on_reload
+        self._stamp = self._look()
+
+    def reload(self) -> Reload:
+        """Read all files again, and let them judge from now on if all of them can."""
+        self._stamp = self._look()
+        result = self._reloaded()
+        self._on_reload(result)
+        return result
+
+    def _reloaded(self) -> Reload:
+        try:
+            new = load_policies(self.path, self._bind)
+        except PolicyError as error:
+            self.error = str(error)
+            log.error("policies not changed, version %s stays: %s", self.current.hash[:12], error)
+            return "failure"
+        self.error = None
+        if new.hash == self.current.hash:
+            return "noop"
+        log.warning("policies changed from version %s to %s", self.current.hash[:12], new.hash[:12])
+        self.current = new
+        return "success"
+
+    async def watch(self) -> None:
+        """Reload on every change, until cancelled."""
+        while True:
+            try:
+                await self._watch_folders(self._folders())
+            except OSError as error:
+                log.error("policies cannot be watched: %s; looking again in %g s", error.strerror, RECHECK_S)
+                await asyncio.sleep(RECHECK_S)
+                await self._recheck()
+
+    async def _watch_folders(self, folders: tuple[Path, ...]) -> None:
+        """Returns when other folders must be watched, or these anew."""
+        changes = awatch(
+            *folders,
+            watch_filter=None,
+            debounce=SETTLE_MS,
+            step=SETTLE_MS // 2,
+            rust_timeout=round(RECHECK_S * 1000),
+            yield_on_timeout=True,
+            recursive=False,
+        )
+        async with aclosing(changes):
+            async for reported in changes:
+                if reported:
+                    await asyncio.to_thread(self.reload)
+                elif await self._recheck():
+                    return
+                if self._folders() != folders:
+                    return
+
+    async def _recheck(self) -> bool:
+        changed = self._look() != self._stamp
+        if changed:
+            await asyncio.to_thread(self.reload)
+        return changed
+
+    def _folders(self) -> tuple[Path, ...]:
+        """Folders and not files: a file that is replaced, as editors and Kubernetes do, is another file."""
+        own = self.path if self.path.is_dir() else self.path.parent
+        folders = [own, *(file.parent for file in self.current.files)]
+        return tuple(sorted({folder for folder in folders if folder.is_dir()}))
+
+    def _look(self) -> Stamp:
+        """What a change of the files would change."""
+        files = set(self.path.iterdir()) if self.path.is_dir() else {self.path}
+        stamps = []
+        for file in sorted(files | set(self.current.files)):
+            try:
+                stat = file.stat()
+            except OSError:
+                continue
+            stamps.append((str(file), stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        return tuple(stamps)
