@@ -68,7 +68,8 @@ class Assignment(Section):
     """Name of a policy that is judged beside it and does nothing. Default: the file's `shadow`."""
 
     percent: Annotated[float, Field(ge=0, le=100)] = 100.0
-    """Share of the requests that fit; the others go on to the next assignment. More percent keeps those that were in."""
+    """Share of the requests that fit; the others go on to the next assignment. More percent keeps those that were in
+    it."""
 
     by: Literal["key", "request"] = "key"
     """What falls into the share as a whole: `key`, all requests of one API key (without keys: each request); `request`,
