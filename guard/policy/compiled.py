@@ -28,7 +28,7 @@ def _compiled(loaded: LoadedPolicy, at: int, thresholds: Thresholds) -> Compiled
             return value
         known = thresholds.get(detector, {})
         if value not in known:
-            have = ", ".join(sorted(known)) or "none: its file was not calibrated here"
+            have = ", ".join(sorted(known)) or "none: no --model is given, or it was not calibrated"
             raise ValueError(f"{detector} has no threshold {value!r}; it has {have}")
         return known[value]
 

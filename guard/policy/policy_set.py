@@ -61,17 +61,37 @@ def load_policies(path: Path, bind_policy: Bind) -> PolicySet:
     """
     if not path.is_dir():
         return load_single(path, bind_policy)
+    folder = read_folder(path)
+    content = "\n".join([folder.selection.model_dump_json(), *sorted(one.hash for one in folder.policies.values())])
+    return PolicySet(
+        folder.selection, _pairs(folder, bind_policy), hashlib.sha256(content.encode()).hexdigest(), folder.files
+    )
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What the files of a folder say, each checked, before anything is bound to a model."""
+
+    selection: Selection
+    policies: Mapping[str, LoadedPolicy]
+    selection_file: Path
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.selection_file, *(file for one in self.policies.values() for file in one.files))
+
+
+def read_folder(path: Path) -> Folder:
+    """Raises ``PolicyError``, for a selection of policies that are not there too."""
     folder = pinned(path)
     loaded = _loaded(folder)
-    selection, selection_files = _selection(folder, loaded)
-    pairs = _pairs(folder, selection, loaded, bind_policy)
-    content = "\n".join([selection.model_dump_json(), *sorted(one.hash for one in loaded.values())])
-    return PolicySet(
-        selection,
-        pairs,
-        hashlib.sha256(content.encode()).hexdigest(),
-        (*selection_files, *(file for one in loaded.values() for file in one.files)),
-    )
+    file = folder / SELECTION_FILE
+    selection = _selection(file, loaded)
+    named = {name for pair in selection.pairs for name in pair if name is not None}
+    if unknown := sorted(named - loaded.keys()):
+        there = ", ".join(loaded) or "none"
+        raise PolicyError(f"{file}: no policy is called {unknown[0]!r}; there are: {there}")
+    return Folder(selection, loaded, file)
 
 
 def load_single(path: Path, bind_policy: Bind) -> PolicySet:
@@ -115,28 +135,22 @@ def _loaded(folder: Path) -> dict[str, LoadedPolicy]:
     return loaded
 
 
-def _selection(folder: Path, loaded: Mapping[str, LoadedPolicy]) -> tuple[Selection, tuple[Path, ...]]:
-    file = folder / SELECTION_FILE
+def _selection(file: Path, loaded: Mapping[str, LoadedPolicy]) -> Selection:
     if file.is_file():
-        return load_selection(file), (file,)
+        return load_selection(file)
     names = list(loaded)
     if len(names) != 1:
-        raise PolicyError(f"{folder}: has {len(names)} policies; {SELECTION_FILE} there says which one judges")
-    return Selection(version=1, default=names[0]), ()
+        raise PolicyError(f"{file.parent}: has {len(names)} policies; {SELECTION_FILE} there says which one judges")
+    return Selection(version=1, default=names[0])
 
 
-def _pairs(
-    folder: Path, selection: Selection, loaded: Mapping[str, LoadedPolicy], bind_policy: Bind
-) -> dict[tuple[str, str | None], Judges]:
-    named = {name for pair in selection.pairs for name in pair if name is not None}
-    if unknown := sorted(named - loaded.keys()):
-        there = ", ".join(loaded) or "none"
-        raise PolicyError(f"{folder / SELECTION_FILE}: no policy is called {unknown[0]!r}; there are: {there}")
-    bound = {name: bind_policy(loaded[name]) for name in sorted(named)}
+def _pairs(folder: Folder, bind_policy: Bind) -> dict[tuple[str, str | None], Judges]:
+    pairs = folder.selection.pairs
+    names = sorted({name for pair in pairs for name in pair if name is not None})
+    bound = {name: bind_policy(folder.policies[name]) for name in names}
     try:
         return {
-            (live, shadow): judges(bound[live], bound[shadow] if shadow is not None else None)
-            for live, shadow in selection.pairs
+            (live, shadow): judges(bound[live], bound[shadow] if shadow is not None else None) for live, shadow in pairs
         }
     except TooMuchError as error:
-        raise PolicyError(f"{folder / SELECTION_FILE}: {error}") from None
+        raise PolicyError(f"{folder.selection_file}: {error}") from None

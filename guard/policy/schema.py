@@ -11,15 +11,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from guard.mia.spec import Steer, one_selector_is_a_list_of_one
+from guard.mia.spec import Steer
 from guard.policy.conditions import Condition, DetectorName, Section, detectors_of
 from guard.policy.conversation import check_message_selectors
 
 RuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,48}$")]
 PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,48}$")]
 SpanName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,32}$")]
+TEXT = {"type": "string"}
+Selectors = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [TEXT, {"type": "array", "items": TEXT}]}),
+]
+"""A single one needs no list."""
+
 Mode = Literal["enforce", "shadow"]
 Stage = Literal["prompt", "stream", "output"]
 ActionName = Literal["flag", "redact", "steer", "retry", "route", "block"]
@@ -35,7 +43,7 @@ STAGES_OF_ACTIONS: dict[ActionName, tuple[Stage, ...]] = {
 }
 """Where each action makes sense: what is generated already can be steered no more, only asked for again."""
 
-Action = Literal["allow"] | ActionName
+Action = Literal["allow", "flag", "redact", "steer", "retry", "route", "block"]
 SEVERITY: Mapping[Action, int] = {
     "allow": 0, "flag": 5, "redact": 20, "steer": 30, "retry": 40, "route": 50, "block": 95,
 }  # fmt: skip
@@ -65,22 +73,15 @@ class DetectorUse(Section):
     """Its calibration. A name means `model_configs/KIND/NAME.json`; a path ending in `.json` is relative to this file.
     Default: the file named after the served model."""
 
-    spans: Annotated[dict[SpanName, tuple[str, ...]], Field(examples=[{"data": ["user.last", "tool"]}])] = {}  # noqa: RUF012
+    spans: Annotated[dict[SpanName, Selectors], Field(examples=[{"data": ["user.last", "tool"]}])] = {}  # noqa: RUF012
     """Which messages the detector's spans mean: span name to selectors (`ROLE`, `ROLE.first`, `ROLE.last`, `message.N`,
     each also with `.part.N`) or words: `last_turn`, every message after the last answer that was replied to;
     `tool_results`; `new_tool_results`, those in the last turn. Earlier turns count as judged when they were new, which
     a client with a made-up history can use. Default: the detector's own choice."""
 
-    scope: Annotated[tuple[str, ...], Field(examples=[["new_tool_results"], ["user"]])] = ()
+    scope: Annotated[Selectors, Field(examples=[["new_tool_results"], ["user"]])] = ()
     """Selectors and words as in `spans`. A request without any such message is not measured: the detector's status is
     `not_applicable` and its conditions are false. Default: every request is measured."""
-
-    @field_validator("scope", mode="before")
-    @classmethod
-    def _one_selector_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    _one_selector = field_validator("spans", mode="before")(one_selector_is_a_list_of_one)
 
     @field_validator("spans")
     @classmethod
@@ -140,15 +141,11 @@ class SteeringGate(Section):
 class Redaction(Section):
     """What is taken out, and what stands there instead."""
 
-    messages: tuple[str, ...] = ()
+    messages: Selectors = ()
     """At stage `prompt`: selectors and words as in a detector's `spans`. Later stages redact the answer."""
 
     replacement: Annotated[str, Field(max_length=400)] = "[removed by a guardrail]"
     """The text that the model, or the client, gets instead."""
-
-    _one_selector = field_validator("messages", mode="before")(
-        lambda value: (value,) if isinstance(value, str) else value
-    )
 
     @field_validator("messages")
     @classmethod
