@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from guard.mia.spec import Steer
+from guard.policy.cases import Case, Cases, Expectation
 from guard.policy.conditions import AllCondition, AnyCondition, NotCondition, ScoreCondition, StatusCondition
 from guard.policy.inheritance import Inheritance, Removal
 from guard.policy.schema import DetectorUse, Policy, Redaction, Routing, Rule, SteeringGate
+from guard.policy.selection import Assignment, Match, Selection
+from guard.policy.support import ACTIONS, STAGES
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", Policy),
@@ -32,14 +36,42 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`rules[].gate`", SteeringGate),
     ("`rules[].redact`", Redaction),
     ("`rules[].route`", Routing),
+    ("`selection.yaml`", Selection),
+    ("`selection.yaml`: `assignments[]`", Assignment),
+    ("`selection.yaml`: `assignments[].match`", Match),
+    ("`NAME.tests.yaml`", Cases),
+    ("`NAME.tests.yaml`: `tests[]`", Case),
+    ("`NAME.tests.yaml`: `tests[].expect`", Expectation),
 )
 
 THE_RULES: dict[type[BaseModel], tuple[str, ...]] = {Steer: ("gate",)}
 """Fields that a request may have there and a policy may not: the rule has them."""
 
-HEAD = """# Policy reference
 
-Generated from `guard/policy/schema.py` by `python -m guard.policy.reference`; do not edit. Unknown keys are errors.
+def _words(names: Collection[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+HEAD = f"""# Policy reference
+
+Generated from `guard/policy/schema.py` and its neighbours by `python -m guard.policy.reference`; do not edit. Unknown
+keys are errors.
+
+A policy is a YAML file; `guard serve --policy` takes one, or a folder of them with a `selection.yaml` that says which
+judges which requests. Files are watched: what changes is checked as a whole and judges from then on, and while anything
+in it is wrong the policies before it stay. Shipped: `default`, `strict`, `observe`, `rag` and `agent`.
+
+This version of the proxy carries out the stages {_words(STAGES)} and the actions {_words(ACTIONS)}; a policy with any
+other is refused when it is loaded, by `guard policy lint` too.
+
+| command | what it does |
+| --- | --- |
+| `guard policy lint FILE...` | checks files and folders; with `--model` thresholds and vectors too |
+| `guard policy test FILE...` | runs the tables in `NAME.tests.yaml` beside `NAME.yaml` |
+| `guard policy explain FILE --request ID` | what every rule makes of a request of the ledger, and which one decides |
+| `guard policy diff FILE FILE` | what one says that the other does not |
+| `guard policy replay FILE` | decides the ledger's requests again on their recorded scores; the exit code is for CI |
+| `guard policy schema` | the JSON schema, for editors: first line `# yaml-language-server: $schema=PATH` |
 """
 
 

@@ -1,4 +1,4 @@
-"""What ships: every policy loads, and the generated reference page is the schema's."""
+"""What ships: every policy loads and passes its tests, and the generated reference page is the schema's."""
 
 from pathlib import Path
 
@@ -6,16 +6,36 @@ import pytest
 
 from guard.data import data_folder
 from guard.policy import load_policy
+from guard.policy.cases import cases_beside, run_cases
 from guard.policy.lint import lint
 from guard.policy.reference import reference
 
 ROOT = Path(__file__).resolve().parents[2]
-POLICIES = sorted(data_folder("policies").glob("*.yaml"))
+TESTS = sorted(data_folder("policies").glob("*.tests.yaml"))
+POLICIES = sorted(set(data_folder("policies").glob("*.yaml")) - set(TESTS))
+
+
+def test_the_policies_that_issue_and_pages_name_ship() -> None:
+    assert {path.stem for path in POLICIES} == {"default", "strict", "observe", "rag", "agent"}
 
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
 def test_a_shipped_policy_loads_and_is_named_after_its_file(path: Path) -> None:
     assert load_policy(path).policy.name == path.stem
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
+def test_a_shipped_policy_passes_the_tests_beside_it_and_they_leave_no_rule_out(path: Path) -> None:
+    report = run_cases(cases_beside(path))
+    assert [outcome for outcome in report.outcomes if outcome.failure] == []
+    assert report.untested == ()
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
+def test_a_shipped_policy_tells_editors_where_its_schema_is(path: Path) -> None:
+    for file, kind in ((path, "policy"), (cases_beside(path), "tests")):
+        line = file.read_text().splitlines()[0]
+        assert line == f"# yaml-language-server: $schema=schema/{kind}.schema.json"
 
 
 def test_lint_reports_every_file_and_fails_when_one_is_bad(tmp_path: Path) -> None:
