@@ -31,7 +31,10 @@ VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 Model = Annotated[str, typer.Option(help="Short name (see: guard model list), folder, or Hugging Face name.")]
 PolicyFile = Annotated[
     Path | None,
-    typer.Option(envvar="GUARD_POLICY", help="Policy file; the default one that ships with the guard if not given."),
+    typer.Option(
+        envvar="GUARD_POLICY",
+        help="Policy file, or a folder with selection.yaml; shipped default if not given.",
+    ),
 ]
 Host = Annotated[
     str,

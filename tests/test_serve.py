@@ -70,7 +70,7 @@ def planned_detectors() -> dict[str, Planned]:
 def test_the_engine_gets_taps_for_what_the_policy_reads_and_steers_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm", "unused"})
-    assert engine_config_for(bound, tmp_path) == EngineConfig(
+    assert engine_config_for([bound], tmp_path) == EngineConfig(
         hidden_layers=(9, 15),
         attention_heads=((2, 0), (5, 1)),
         steering_layers=(3, 7),
@@ -82,12 +82,12 @@ def test_the_engine_gets_taps_for_what_the_policy_reads_and_steers_and_no_others
 def test_the_engine_accepts_every_request_that_the_policy_makes(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})
-    engine_config_for(bound, tmp_path).check(bound.spec)
+    engine_config_for([bound], tmp_path).check(bound.spec)
 
 
 def test_a_policy_without_detectors_needs_no_taps(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("{version: 1, name: empty}")
-    assert engine_config_for(bind(load_policy(tmp_path / "policy.yaml"), {}), tmp_path) == EngineConfig()
+    assert engine_config_for([bind(load_policy(tmp_path / "policy.yaml"), {})], tmp_path) == EngineConfig()
 
 
 def test_vllm_listens_on_loopback_and_the_callers_arguments_come_last(tmp_path: Path) -> None:

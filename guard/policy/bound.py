@@ -31,7 +31,8 @@ class BoundPolicy:
     """Ready to judge requests. ``label`` names the policy and its content's hash, for headers, ledger and metrics.
 
     ``spec``: everything that its detectors may read, words of spans in place. ``hold_s``: how long an answer is held
-    for scores at most. ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short.
+    for scores at most, 0 when no enforced rule needs any; ``prompt_timeout_s``: how long scores are worth recording.
+    ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short.
     """
 
     name: str
@@ -39,6 +40,7 @@ class BoundPolicy:
     label: str
     spec: MiaSpec
     hold_s: float
+    prompt_timeout_s: float
     rule_names: tuple[str, ...]
     detectors: Mapping[str, Detector]
     rules: tuple[CompiledRule, ...]
@@ -50,11 +52,6 @@ class BoundPolicy:
     @property
     def detector_kinds(self) -> dict[str, str]:
         return {name: detector.kind for name, detector in self.detectors.items()}
-
-    @property
-    def enforces(self) -> bool:
-        """Whether any rule acts; if none does, nobody needs to wait for scores."""
-        return any(compiled.mode == "enforce" for compiled in self.rules)
 
     @property
     def steers(self) -> tuple[Steer, ...]:
@@ -127,6 +124,7 @@ def bind(
         label=loaded.label,
         spec=_whole_spec(loaded, measurements),
         hold_s=longest_wait_s(rules, policy.prompt_timeout_s),
+        prompt_timeout_s=policy.prompt_timeout_s,
         rule_names=tuple(rule.name for rule in policy.rules),
         detectors=detectors,
         rules=rules,

@@ -6,7 +6,7 @@ Owns what both ask of the engine together, at no second reading. What the shadow
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
@@ -44,6 +44,22 @@ class Judges:
     def ask(self, roles: Sequence[str]) -> Question:
         """What to ask the engine for a conversation of messages with these roles."""
         return question(self.measured, roles, self.live.armed)
+
+    def ask_alone(self, roles: Sequence[str], reason: str) -> Question:
+        """The same for the live policy alone: what only its shadow measures is unavailable, with ``reason``."""
+        asked = question(self.live.measurements.values(), roles, self.live.armed)
+        missing = Score("unavailable", reason=reason)
+        return replace(asked, known={**dict.fromkeys(self.only_beside, missing), **asked.known})
+
+    @property
+    def only_beside(self) -> tuple[str, ...]:
+        """Keys of the detectors that only the shadow policy has."""
+        return tuple(one.key for one in self.measured if one.key.startswith(SHADOW_PREFIX))
+
+    def hold_s(self, asked: Question) -> float:
+        """How long an answer is held for scores that the live policy acts on; 0 when there are none to wait for."""
+        waits = asked.reads and any(one.key not in asked.known for one in self.live.measurements.values())
+        return self.live.hold_s if waits else 0.0
 
     def scores(
         self, asked: Question, readouts: Readouts | None, reason: str = "", *, timed_out: bool = False

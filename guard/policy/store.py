@@ -29,15 +29,15 @@ RECHECK_S = 5.0
 """How often files are looked at although no change was reported: network file systems report none, nor does anybody
 report what changed just before the watch began."""
 
+OnReload = Callable[[Reload, PolicySet], None]
 Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 class PolicyStore:
-    """Raises ``PolicyError`` when there is nothing to begin with. ``on_reload`` is called after every later attempt."""
+    """Raises ``PolicyError`` when there is nothing to begin with. ``on_reload`` is called at every later attempt,
+    with the policies that judge from then on."""
 
-    def __init__(
-        self, path: Path, bind_policy: Bind, on_reload: Callable[[Reload], None] = lambda result: None
-    ) -> None:
+    def __init__(self, path: Path, bind_policy: Bind, on_reload: OnReload = lambda result, policies: None) -> None:
         self.path = path
         self.current: PolicySet = load_policies(path, bind_policy)
         self.error: str | None = None
@@ -49,23 +49,28 @@ class PolicyStore:
     def reload(self) -> Reload:
         """Read all files again, and let them judge from now on if all of them can."""
         self._stamp = self._look()
-        result = self._reloaded()
-        self._on_reload(result)
-        return result
-
-    def _reloaded(self) -> Reload:
         try:
             new = load_policies(self.path, self._bind)
         except PolicyError as error:
             self.error = str(error)
             log.error("policies not changed, version %s stays: %s", self.current.hash[:12], error)
-            return "failure"
+            return self._told("failure", self.current)
+        except Exception as error:  # a detector may be anybody's, and who watches must go on
+            self.error = f"a detector cannot be built ({type(error).__name__})"
+            log.exception("policies not changed, version %s stays", self.current.hash[:12])
+            return self._told("failure", self.current)
         self.error = None
         if new.hash == self.current.hash:
-            return "noop"
-        log.warning("policies changed from version %s to %s", self.current.hash[:12], new.hash[:12])
+            return self._told("noop", self.current)
+        log.warning("policies change from version %s to %s", self.current.hash[:12], new.hash[:12])
+        # Told first, so that whoever counts requests by policy is ready for the first one.
+        self._told("success", new)
         self.current = new
         return "success"
+
+    def _told(self, result: Reload, policies: PolicySet) -> Reload:
+        self._on_reload(result, policies)
+        return result
 
     async def watch(self) -> None:
         """Reload on every change, until cancelled."""

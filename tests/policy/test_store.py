@@ -27,7 +27,7 @@ def threshold(store: PolicyStore) -> float:
 @asynccontextmanager
 async def watching(path: Path) -> AsyncIterator[tuple[PolicyStore, Counter[str]]]:
     results = Counter[str]()
-    store = PolicyStore(path, bind_fakes, lambda result: results.update([result]))
+    store = PolicyStore(path, bind_fakes, lambda result, _: results.update([result]))
     task = asyncio.create_task(store.watch())
     await asyncio.sleep(0.2)  # until the watch has begun; what changes before is found by the next look
     try:
