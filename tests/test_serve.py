@@ -79,6 +79,28 @@ def test_the_engine_gets_taps_for_what_the_policy_reads_and_steers_and_no_others
     )
 
 
+def test_the_engine_gets_taps_for_every_policy_that_may_judge_shadows_too(tmp_path: Path) -> None:
+    bound = []
+    for name, layer in (("one", 3), ("two", 9)):
+        (tmp_path / "policy.yaml").write_text(
+            POLICY.replace("name: test", f"name: {name}").replace("layer: 3", f"layer: {layer}")
+        )
+        bound.append(bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"}))
+    assert engine_config_for(bound, tmp_path).steering_layers == (3, 7, 9)
+
+
+def test_a_gate_on_a_probe_of_the_engine_needs_an_engine_that_has_it(tmp_path: Path) -> None:
+    gated = (
+        POLICY.replace("1.0}]}", "1.0}], gate: {probe: drift, above: 1}}")
+        .replace("2.0}", "2.0, phase: decode}")
+        .replace("coefficient: 1.0}", "coefficient: 1.0, phase: decode}")
+    )
+    (tmp_path / "policy.yaml").write_text(gated)
+    bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})
+    with pytest.raises(StartError, match="policy test has a gate on drift, a probe of the engine"):
+        engine_config_for([bound], tmp_path)
+
+
 def test_the_engine_accepts_every_request_that_the_policy_makes(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})

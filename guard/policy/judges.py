@@ -34,16 +34,20 @@ class Scores:
 
 @dataclass(frozen=True)
 class Judges:
-    """``measured``: every detector of either policy once. ``beside``: the shadow's detectors by its own names."""
+    """``measured``: every detector of either policy once. ``beside``: the shadow's detectors by its own names.
+
+    ``settled``: what is asked of every request alike; None where it depends on the conversation.
+    """
 
     live: BoundPolicy
     shadow: BoundPolicy | None
     measured: tuple[Measurement, ...]
     beside: Mapping[str, Measurement]
+    settled: Question | None
 
     def ask(self, roles: Sequence[str]) -> Question:
         """What to ask the engine for a conversation of messages with these roles."""
-        return question(self.measured, roles, self.live.armed)
+        return self.settled or question(self.measured, roles, self.live.armed)
 
     def ask_alone(self, roles: Sequence[str], reason: str) -> Question:
         """The same for the live policy alone: what only its shadow measures is unavailable, with ``reason``."""
@@ -78,20 +82,21 @@ class Judges:
 
 def judges(live: BoundPolicy, shadow: BoundPolicy | None) -> Judges:
     """A detector that both policies use in the same way is measured once. Raises ``TooMuchError``."""
-    if shadow is None:
-        return Judges(live, None, tuple(live.measurements.values()), {})
     shared = {live.digests[name]: one for name, one in live.measurements.items()}
-    beside = {
+    beside = {} if shadow is None else _beside(shadow, shared)
+    measured = tuple({one.key: one for one in (*live.measurements.values(), *beside.values())}.values())
+    try:
+        whole = question(measured, None, live.armed)
+    except ValidationError as error:
+        reason = str(error.errors(include_url=False, include_input=False)[0]["msg"])
+        named = f"{live.name} with {shadow.name} beside it asks" if shadow else f"{live.name} asks"
+        raise TooMuchError(f"{named} for more than one request can: {reason}") from None
+    depends = any(one.depends_on_conversation for one in measured)
+    return Judges(live, shadow, measured, beside, None if depends else whole)
+
+
+def _beside(shadow: BoundPolicy, shared: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    return {
         name: shared.get(shadow.digests[name]) or measurement(f"{SHADOW_PREFIX}{name}", shadow.detectors[name], use)
         for name, use in shadow.uses.items()
     }
-    measured = tuple({one.key: one for one in (*live.measurements.values(), *beside.values())}.values())
-    both = Judges(live, shadow, measured, beside)
-    try:
-        question(measured, None, live.armed)
-    except ValidationError as error:
-        reason = str(error.errors(include_url=False, include_input=False)[0]["msg"])
-        raise TooMuchError(
-            f"{live.name} with {shadow.name} beside it asks for more than one request can: {reason}"
-        ) from None
-    return both

@@ -65,6 +65,30 @@ def test_each_policy_gets_the_scores_of_its_own_detectors(tmp_path: Path) -> Non
     assert [(hit.rule, hit.mode) for hit in shadow.hits] == [("stop", "enforce"), ("watch", "shadow")]
 
 
+@pytest.mark.parametrize("value", [0.0, 0.4, 0.6, 0.89, 0.9, 1.0])
+def test_the_live_decision_is_the_same_with_and_without_a_shadow(tmp_path: Path, value: float) -> None:
+    live, shadow = bound(tmp_path, LIVE), bound(tmp_path, SHADOW.replace("at_least: 0.5", "below: 2"))
+    alone, beside = judges(live, None), judges(live, shadow)
+    for items in (readouts(same=value, mine=1 - value), readouts(mine=value), None):
+        decisions = [one.decide(one.scores(one.ask(("user",)), items, "none"))[0] for one in (alone, beside)]
+        assert decisions[0] == decisions[1]
+
+
+def test_an_answer_is_held_for_scores_of_the_live_policy_alone(tmp_path: Path) -> None:
+    live, idle = bound(tmp_path, LIVE), bound(tmp_path, "version: 1\nname: idle\n")
+    both = judges(live, bound(tmp_path, SHADOW))
+    assert both.hold_s(both.ask(("user",))) == 30
+    both = judges(idle, live)
+    assert both.ask(("user",)).reads
+    assert both.hold_s(both.ask(("user",))) == 0
+    scoped = LIVE.replace("same: {kind: fake}", "same: {kind: fake, scope: tool}").replace(
+        "mine: {kind: fake, spans: {data: user}}", "mine: {kind: fake, spans: {data: user}, scope: tool}"
+    )
+    both = judges(bound(tmp_path, scoped), bound(tmp_path, SHADOW))
+    assert both.hold_s(both.ask(("user",))) == 0
+    assert both.hold_s(both.ask(("user", "tool"))) == 30
+
+
 def test_what_is_missing_is_missing_for_both(tmp_path: Path) -> None:
     both = judges(bound(tmp_path, LIVE), bound(tmp_path, SHADOW))
     scores = both.scores(both.ask(("user",)), None, "late", timed_out=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from guard.policy import PolicyError
+from guard.policy import BoundPolicy, LoadedPolicy, PolicyError
 from guard.policy import store as store_module
 from guard.policy.store import PolicyStore
 from tests.policy.test_policy_set import bind_fakes, configmap, folder, policy
@@ -68,9 +68,10 @@ async def test_a_change_is_noticed_and_readers_keep_what_they_took(
         assert store.error is None
 
 
-async def test_a_configmap_swap_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mounted", ["p", "p/base.yaml"])
+async def test_a_configmap_swap_is_noticed(tmp_path: Path, mounted: str) -> None:
     configmap(tmp_path / "p", "v1", {"base.yaml": policy("base"), "selection.yaml": SINGLE})
-    async with watching(tmp_path / "p") as (store, _):
+    async with watching(tmp_path / mounted) as (store, _):
         for i, at in enumerate((0.6, 0.7)):
             configmap(tmp_path / "p", f"v{i + 2}", {"base.yaml": policy("base", at), "selection.yaml": SINGLE})
             shutil.rmtree(tmp_path / "p" / f"..v{i + 1}")
@@ -141,6 +142,27 @@ async def test_readers_under_a_storm_of_changes_see_whole_versions_only(tmp_path
                 await asyncio.sleep(0.01)
         await until(lambda: threshold(store) == pytest.approx(0.3))
     assert len(seen) > 1
+
+
+async def test_a_detector_that_cannot_be_built_changes_nothing_and_the_watch_goes_on(tmp_path: Path) -> None:
+    path = folder(tmp_path / "p", SINGLE, base=policy("base"))
+
+    def bind_or_fail(loaded: LoadedPolicy) -> BoundPolicy:
+        if "broken" in loaded.policy.description:
+            raise ZeroDivisionError("private words")
+        return bind_fakes(loaded)
+
+    store = PolicyStore(path, bind_or_fail)
+    task = asyncio.create_task(store.watch())
+    await asyncio.sleep(0.2)
+    (path / "base.yaml").write_text(policy("base", 0.6) + "description: broken\n")
+    await until(lambda: store.error is not None)
+    assert store.error == "a detector cannot be built (ZeroDivisionError)"
+    assert threshold(store) == 0.5
+    write_at(path / "base.yaml", 0.7)
+    await until(lambda: threshold(store) == 0.7)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_nothing_starts_without_policies(tmp_path: Path) -> None:
