@@ -1,14 +1,17 @@
 """What ships: every policy loads and passes its tests, and the generated reference page is the schema's."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from guard.data import data_folder
 from guard.policy import load_policy
 from guard.policy.cases import cases_beside, run_cases
 from guard.policy.lint import lint
 from guard.policy.reference import reference
+from guard.policy.selection import Selection
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = sorted(data_folder("policies").glob("*.tests.yaml"))
@@ -57,6 +60,12 @@ def test_with_a_model_lint_knows_its_thresholds_and_steering_vectors(tmp_path: P
         assert lint([tmp_path / "bad.yaml"], said.append) == 0
         assert lint([tmp_path / "bad.yaml"], said.append, config_key=key, model_configs=folder) == 1
         assert new.removesuffix("}").split()[-1] in said[-1]
+
+
+def test_the_selection_in_the_operators_page_is_one() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    shown = Selection.model_validate(yaml.safe_load(text))
+    assert (shown.default, shown.shadow, shown.assignments[0].percent) == ("default", "candidate", 5)
 
 
 def test_the_reference_page_is_up_to_date() -> None:
