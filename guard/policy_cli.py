@@ -141,6 +141,9 @@ def replay(
     policy: PolicyArgument,
     ledger: LedgerOption = None,
     model: ModelOption = None,
+    judged_by: Annotated[
+        str | None, typer.Option(help="Only requests that the policy of this name judged at the time.")
+    ] = None,
     fail_on: Annotated[
         Literal["any", "looser", "stricter"], typer.Option(help="Which changes count for the exit code.")
     ] = "any",
@@ -160,7 +163,7 @@ def replay(
     loaded = _load(policy)
     rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model)))
     try:
-        result = replay(loaded, rules, read_ledger(ledger or _own_ledger()))
+        result = replay(loaded, rules, read_ledger(ledger or _own_ledger()), judged_by)
     except LedgerReadError as error:
         _fail(str(error))
     if as_json:

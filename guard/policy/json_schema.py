@@ -33,6 +33,8 @@ def _policy() -> dict[str, Any]:
     schema, how = Policy.model_json_schema(), Inheritance.model_json_schema()
     definitions = {**schema.pop("$defs"), **how["$defs"]}
     schema["properties"] |= how["properties"]
+    # The gate of a policy is the rule's; the type is shared with requests, where it is the vector's.
+    del definitions["Steer"]["properties"]["gate"], definitions["Gate"]
     whole = {key: copy.deepcopy(definitions[key]) for key in ("Rule", "DetectorUse")}
     # Fields that are not written are the other file's; only a name says which rule is meant.
     definitions["Rule"]["required"] = ["name"]

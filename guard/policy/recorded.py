@@ -38,6 +38,10 @@ class Recorded:
     digests: Mapping[str, str]
     by_digest: Mapping[str, Score]
 
+    @property
+    def policy_name(self) -> str:
+        return self.policy.partition("@")[0]
+
     def score(self, name: str, digest: str) -> Score | None:
         """The score that a policy's detector would have got; None when nothing like it was measured."""
         return self.by_digest.get(digest) if self.digests else self.scores.get(name)

@@ -37,8 +37,9 @@ class Change:
 
 @dataclass
 class Replayed:
-    """What came out. ``undecided``: requests that ended before a decision; ``not_measured``: those whose entry lacks a
-    score that the candidate reads; ``unreadable``: lines that are no entry."""
+    """What came out. ``undecided``: requests that ended before a decision; ``incomplete``: those whose entry lacks a
+    score that the candidate reads, by detector in ``not_measured``; ``others``: those that another policy judged than
+    the one asked for; ``unreadable``: lines that are no entry."""
 
     compared: int = 0
     unchanged: Counter[str] = field(default_factory=Counter)
@@ -46,6 +47,7 @@ class Replayed:
     undecided: int = 0
     not_measured: Counter[str] = field(default_factory=Counter)
     incomplete: int = 0
+    others: int = 0
     unreadable: int = 0
 
     def changed(self, fail_on: FailOn = "any") -> int:
@@ -77,18 +79,29 @@ class Replayed:
             "undecided": self.undecided,
             "not_measured": dict(self.not_measured),
             "incomplete": self.incomplete,
+            "others": self.others,
             "unreadable": self.unreadable,
         }
 
 
-def replay(loaded: LoadedPolicy, rules: Sequence[CompiledRule], entries: Iterable[Recorded | None]) -> Replayed:
-    """Compare the recorded decisions with the candidate's on the same scores. ``rules``: the candidate's, compiled."""
+def replay(
+    loaded: LoadedPolicy,
+    rules: Sequence[CompiledRule],
+    entries: Iterable[Recorded | None],
+    judged_by: str | None = None,
+) -> Replayed:
+    """Compare the recorded decisions with the candidate's on the same scores. ``rules``: the candidate's, compiled.
+
+    ``judged_by``: only requests that the policy of this name judged.
+    """
     result = Replayed()
     used = {name for one in rules if one.rule.stage == "prompt" for name in detectors_in(one.rule)}
     measured_as = {name: digest for name, digest in digests(loaded).items() if name in used}
     for entry in entries:
         if entry is None:
             result.unreadable += 1
+        elif judged_by not in (None, entry.policy_name):
+            result.others += 1
         elif entry.action == UNDECIDED:
             result.undecided += 1
         else:
@@ -126,6 +139,8 @@ def summary(result: Replayed) -> list[str]:
         lines.append(
             f"  {change.before} -> {change.after}: {change.requests} ({rules}), such as {', '.join(change.examples)}"
         )
+    if result.others:
+        lines.append(f"  {result.others} requests were judged by other policies")
     if result.undecided:
         lines.append(f"  {result.undecided} requests ended before a decision")
     if result.incomplete:

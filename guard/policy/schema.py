@@ -81,7 +81,8 @@ class DetectorUse(Section):
 
     scope: Annotated[Selectors, Field(examples=[["new_tool_results"], ["user"]])] = ()
     """Selectors and words as in `spans`. A request without any such message is not measured: the detector's status is
-    `not_applicable` and its conditions are false. Default: every request is measured."""
+    `not_applicable` and its conditions are false. Roles are what the client writes, so let another rule judge requests
+    that come without. Default: every request is measured."""
 
     @field_validator("spans")
     @classmethod

@@ -77,10 +77,9 @@ class PolicyStore:
         while True:
             try:
                 await self._watch_folders(self._folders())
-            except OSError as error:
-                log.error("policies cannot be watched: %s; looking again in %g s", error.strerror, RECHECK_S)
+            except Exception:  # whatever it was, the files may change again
+                log.exception("policies cannot be watched; trying again in %g s", RECHECK_S)
                 await asyncio.sleep(RECHECK_S)
-                await self._recheck()
 
     async def _watch_folders(self, folders: tuple[Path, ...]) -> None:
         """Returns when other folders must be watched, or these anew."""

@@ -105,6 +105,18 @@ def test_lines_without_a_decision_and_lines_that_are_no_entry_are_counted_apart(
     assert (result.compared, result.undecided, result.unreadable) == (1, 1, 3)
 
 
+def test_requests_that_other_policies_judged_can_be_left_out(tmp_path: Path) -> None:
+    lines = [
+        line(bound(tmp_path), "r1", a=0.1, b=0.1),
+        line(bound(tmp_path, POLICY.replace("p\n", "q\n", 1)), "r2", a=1, b=0),
+    ]
+    (tmp_path / "ledger.jsonl").write_text("\n".join(lines))
+    policy = bound(tmp_path)
+    entries = read_ledger(tmp_path / "ledger.jsonl")
+    result = replay(load_policy(tmp_path / "p.yaml"), policy.rules, entries, "q")
+    assert (result.compared, result.others, dict(result.unchanged)) == (1, 1, {"block": 1})
+
+
 def test_lines_of_a_version_that_wrote_no_measurements_are_compared_by_name(tmp_path: Path) -> None:
     entry = json.loads(line(bound(tmp_path), "r1", a=0.95, b=0.1))
     for field in ("measured", "timed_out", "shadow", "assignment", "armed"):
