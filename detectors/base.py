@@ -13,16 +13,21 @@ from typing import Literal, Protocol
 from guard.mia.results import Readout
 from guard.mia.spec import AttentionCapture, HiddenCapture
 
-ScoreStatus = Literal["scored", "unavailable"]
+ScoreStatus = Literal["scored", "unavailable", "not_applicable"]
 
 
 @dataclass(frozen=True)
 class Score:
-    """``value`` is higher the likelier what the detector looks for; None unless ``status`` is ``scored``."""
+    """``value`` is higher the likelier what the detector looks for; None unless ``status`` is ``scored``.
+
+    ``not_applicable`` is the policy's word for a request that has nothing the detector is for; detectors never say it.
+    ``timed_out``: unavailable because it did not come in time.
+    """
 
     status: ScoreStatus
     value: float | None = None
     reason: str = ""
+    timed_out: bool = False
 
 
 @dataclass(frozen=True)

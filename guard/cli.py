@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from detectors.calibration.cli import calibrate
+from guard.policy_cli import policy_app
 
 app = typer.Typer(
     help="A guardrail that reads the model: an OpenAI-compatible proxy for vLLM.",
@@ -21,7 +22,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 model_app = typer.Typer(help="Models by short name.", no_args_is_help=True)
-policy_app = typer.Typer(help="Policy files.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(policy_app, name="policy")
 app.command()(calibrate)
@@ -31,7 +31,10 @@ VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 Model = Annotated[str, typer.Option(help="Short name (see: guard model list), folder, or Hugging Face name.")]
 PolicyFile = Annotated[
     Path | None,
-    typer.Option(envvar="GUARD_POLICY", help="Policy file; the default one that ships with the guard if not given."),
+    typer.Option(
+        envvar="GUARD_POLICY",
+        help="Policy file, or a folder with selection.yaml; shipped default if not given.",
+    ),
 ]
 Host = Annotated[
     str,
@@ -129,25 +132,6 @@ def doctor(
     else:
         print_checks(checks)
     _exit(1 if has_failed(checks) else 0)
-
-
-@policy_app.command("lint")
-def policy_lint(
-    files: Annotated[list[Path], typer.Argument(help="Policy files.")],
-    model: Annotated[
-        str | None, typer.Option(help="Check thresholds and vectors against this model's files too.")
-    ] = None,
-) -> None:
-    """Check policy files; every error names file, line and field. Exit code 1 when any cannot be used."""
-    from guard.data import data_folder
-    from guard.models import ModelError, resolve_model
-    from guard.policy.lint import lint
-
-    try:
-        config_key = resolve_model(model).config_key if model else None
-    except ModelError as error:
-        _fail(str(error))
-    _exit(lint(files, typer.echo, config_key=config_key, model_configs=data_folder("model_configs")))
 
 
 @model_app.command("pull")

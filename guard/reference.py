@@ -23,7 +23,7 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `POST /v1/chat/completions` | guarded, streamed or not; fields pass to vLLM as they are, but for those below |
 | `GET /v1/models`, `GET /v1/models/ID` | vLLM's list, one entry of it |
 | `GET /livez` | 200 while the proxy lives |
-| `GET /readyz`, `GET /health` | 200 while vLLM is healthy too, else 503; names the policy and its hash |
+| `GET /readyz`, `GET /health` | 200 while vLLM is healthy too, else 503; names the policy and the version of all |
 | `GET /metrics` | Prometheus; [what each series means](../dashboards/README.md) |
 
 Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from guard.machine import port_is_free
 from guard.mia.engine_config import EngineConfig
 from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, resolve_model
 from guard.paths import state_folder
-from guard.policy import BoundPolicy, PolicyError, bind, build_detectors, load_policy
+from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
 from guard.proxy.app import create_app
 from guard.proxy_server import StartError, listening_socket, serving
 from guard.settings import SettingsError, load_settings
@@ -159,30 +159,40 @@ def proxy_app(options: ProxyOptions) -> FastAPI:
     return create_app(settings)
 
 
-def bound_policy(file: Path, config_key: str) -> BoundPolicy:
-    """The policy with its detectors for one model. Raises ``PolicyError`` with file, line and field."""
-    loaded = load_policy(file)
+def bound_policies(path: Path, config_key: str) -> PolicySet:
+    """The policies with their detectors for one model. Raises ``PolicyError`` with file, line and field."""
     vectors = {vector.stem for vector in steering_folder(config_key).glob("*.safetensors")}
-    return bind(loaded, build_detectors(loaded, config_key, data_folder("model_configs")), vectors)
+    return load_policies(
+        path, lambda loaded: bind(loaded, build_detectors(loaded, config_key, data_folder("model_configs")), vectors)
+    )
 
 
-def engine_config_for(policy: BoundPolicy, vectors_folder: Path) -> EngineConfig:
-    """Taps for what the policy's detectors read and its rules steer, and for nothing else."""
-    vectors = {steer.vector for steer in policy.steers}
+def engine_config_for(policies: Sequence[BoundPolicy], vectors_folder: Path) -> EngineConfig:
+    """Taps for what the policies' detectors read and their rules steer, and for nothing else. Raises ``StartError``."""
+    for policy in policies:
+        if probes := {probe.probe for steering in policy.steerings.values() for probe in steering.probes.values()}:
+            raise StartError(
+                f"policy {policy.name} has a gate on {', '.join(sorted(probes))}, a probe of the engine; guard serve "
+                "starts an engine without any: start vLLM with additional_config.mia.probes, and guard proxy before it"
+            )
+    steers = [steer for policy in policies for steer in policy.steers]
+    hidden = [capture for policy in policies for capture in policy.spec.hidden.values()]
+    attention = [capture for policy in policies for capture in policy.spec.attention.values()]
+    vectors = {steer.vector for steer in steers}
     return EngineConfig(
-        hidden_layers=tuple(sorted({capture.layer for capture in policy.spec.hidden.values()})),
-        attention_heads=tuple(sorted({head for one in policy.spec.attention.values() for head in one.heads})),
-        steering_layers=tuple(sorted({steer.layer for steer in policy.steers})),
+        hidden_layers=tuple(sorted({capture.layer for capture in hidden})),
+        attention_heads=tuple(sorted({head for one in attention for head in one.heads})),
+        steering_layers=tuple(sorted({steer.layer for steer in steers})),
         steering_vectors=tuple(sorted(vectors)),
         steering_folder=vectors_folder if vectors else None,
     )
 
 
 def _engine_command(options: ServeOptions, model: ResolvedModel) -> EngineCommand:
-    policy = bound_policy(options.policy or default_policy(), model.config_key)
+    policies = bound_policies(options.policy or default_policy(), model.config_key).policies
     return engine_command(
         model,
-        engine_config_for(policy, steering_folder(model.config_key)),
+        engine_config_for(policies, steering_folder(model.config_key)),
         port=options.engine_port,
         log_file=state_folder() / f"engine-{options.engine_port}.log",
         compiled=options.compiled,

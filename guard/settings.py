@@ -38,7 +38,7 @@ class Settings(BaseSettings):
     """Key that vLLM wants (its ``--api-key``). A client's own key is never sent on."""
 
     policy: Annotated[Path, Field(default_factory=default_policy)]
-    """The policy file."""
+    """The policy file, or a folder of policies with ``selection.yaml``. Changes are noticed while the proxy runs."""
 
     config_key: str = "SmolLM2-135M-Instruct"
     """Which file of ``model_configs`` the detectors are built from: the served model's name there."""

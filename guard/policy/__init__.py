@@ -2,15 +2,27 @@
 
 from guard.policy.bound import BoundPolicy, bind, build_detectors
 from guard.policy.engine import Decision, RuleHit
-from guard.policy.store import LoadedPolicy, PolicyError, load_policy
+from guard.policy.judges import Judges
+from guard.policy.loading import LoadedPolicy, load_policy
+from guard.policy.measuring import Question
+from guard.policy.policy_set import PolicySet, load_policies
+from guard.policy.selection import RequestFacts
+from guard.policy.store import PolicyStore
+from guard.policy.yaml_file import PolicyError
 
 __all__ = [
     "BoundPolicy",
     "Decision",
+    "Judges",
     "LoadedPolicy",
     "PolicyError",
+    "PolicySet",
+    "PolicyStore",
+    "Question",
+    "RequestFacts",
     "RuleHit",
     "bind",
     "build_detectors",
+    "load_policies",
     "load_policy",
 ]

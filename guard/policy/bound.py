@@ -1,72 +1,85 @@
 """A policy bound to a model's detectors: what to ask the engine for, scores from what came back, and the decision.
 
-Owns names on the way there and back: a capture of detector ``d`` travels as ``d.capture``. Never sees a tensor or HTTP.
+Owns what must hold between a policy and a model: thresholds, spans, vectors and gates that exist, and a spec that an
+engine accepts. Never sees a tensor or HTTP.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from math import isfinite
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from detectors.base import Detector, Score
 from detectors.model_config import ModelConfigError
 from detectors.registry import UnknownDetectorError, build_detector
-from guard.mia.results import AttentionReadout, Readout, Readouts
-from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, Span, Steer
-from guard.policy.engine import CompiledRule, Decision, compile_condition, decide
-from guard.policy.schema import Mode
-from guard.policy.store import LoadedPolicy
-
-log = logging.getLogger("guard.policy")
+from guard.mia.results import Readouts
+from guard.mia.spec import MiaSpec, Steer
+from guard.policy.compiled import compile_rules
+from guard.policy.engine import CompiledRule, Decision, decide, longest_wait_s
+from guard.policy.gates import steering_of
+from guard.policy.loading import LoadedPolicy, digests
+from guard.policy.measuring import Measurement, Question, Steering, measurement, question
+from guard.policy.schema import DetectorUse
+from guard.policy.support import refuse_unsupported
 
 
 @dataclass(frozen=True)
 class BoundPolicy:
-    """Ready to judge requests. ``label`` names the policy and its content's hash, for headers, ledger and metrics."""
+    """Ready to judge requests. ``label`` names the policy and its content's hash, for headers, ledger and metrics.
+
+    ``spec``: everything that its detectors may read, words of spans in place. ``hold_s``: how long an answer is held
+    for scores at most, 0 when no enforced rule needs any; ``prompt_timeout_s``: how long scores are worth recording.
+    ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short.
+    """
 
     name: str
     hash: str
     label: str
     spec: MiaSpec
+    hold_s: float
     prompt_timeout_s: float
     rule_names: tuple[str, ...]
     detectors: Mapping[str, Detector]
     rules: tuple[CompiledRule, ...]
+    uses: Mapping[str, DetectorUse]
+    measurements: Mapping[str, Measurement]
+    steerings: Mapping[str, Steering]
+    digests: Mapping[str, str]
 
     @property
     def detector_kinds(self) -> dict[str, str]:
         return {name: detector.kind for name, detector in self.detectors.items()}
 
     @property
-    def reads(self) -> bool:
-        """Whether anything is asked of the engine."""
-        return bool(self.spec.hidden or self.spec.attention)
-
-    @property
-    def enforces(self) -> bool:
-        """Whether any rule acts; if none does, nobody needs to wait for scores."""
-        return any(compiled.mode == "enforce" for compiled in self.rules)
-
-    @property
     def steers(self) -> tuple[Steer, ...]:
         """Every steering that any rule may ask for."""
         return tuple(steer for compiled in self.rules for steer in compiled.rule.steer)
 
+    @property
+    def armed(self) -> tuple[Steering, ...]:
+        """Gated steerings that go with every request."""
+        return tuple(self.steerings[compiled.rule.name] for compiled in self.rules if compiled.armed)
+
     def scores(self, readouts: Readouts | None, reason: str = "") -> dict[str, Score]:
-        """One score a detector. None for ``readouts`` makes each unavailable, with ``reason``."""
-        if readouts is None:
-            return {name: Score("unavailable", reason=reason) for name in self.detectors}
-        return {name: _score(detector, name, readouts) for name, detector in self.detectors.items()}
+        """One score a detector, of a request to which all apply. None for ``readouts`` makes each unavailable, with
+        ``reason``."""
+        return Question(self.spec, {}).scores(self.measurements, readouts, reason, False)
 
     def decide(self, scores: Mapping[str, Score]) -> Decision:
         return decide(self.rules, scores)
 
-    def steered(self, decision: Decision) -> MiaSpec:
-        """What to ask of the engine for the steered answer: the steering alone."""
-        return MiaSpec(steer=decision.steer)
+    def steered(self, decision: Decision, roles: Sequence[str] = ()) -> MiaSpec:
+        """What to ask of the engine for the steered answer: the steerings, and the readouts that their gates need."""
+        deciding = [self.steerings[decision.rule]] if decision.rule is not None and decision.steer else []
+        return self.steering_spec([*deciding, *(one for one in self.armed if one not in deciding)], roles)
+
+    def steering_spec(self, steerings: Sequence[Steering], roles: Sequence[str] | None) -> MiaSpec:
+        """Raises ``ValidationError`` for more vectors than an engine takes."""
+        read = {one.reads for one in steerings}
+        return question([one for one in self.measurements.values() if one.key in read], roles, steerings).spec
 
 
 def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) -> dict[str, Detector]:
@@ -74,7 +87,8 @@ def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) 
     built = {}
     for name, use in loaded.policy.detectors.items():
         config = use.config or config_key
-        path = loaded.path.parent / config if config.endswith(".json") else model_configs / use.kind / f"{config}.json"
+        own = loaded.file_of(("detectors", name, "config")).parent / config
+        path = own if config.endswith(".json") else model_configs / use.kind / f"{config}.json"
         try:
             built[name] = build_detector(use.kind, path)
         except UnknownDetectorError as error:
@@ -89,77 +103,72 @@ def bind(
 ) -> BoundPolicy:
     """Compile the rules. ``vectors``: names of the steering vectors there are, None when unknown here.
 
-    Raises ``PolicyError`` for a threshold, span or vector that does not exist.
+    Raises ``PolicyError`` for a threshold, span or vector that does not exist, for what the proxy cannot carry out, and
+    for more than an engine takes in one request.
     """
+    refuse_unsupported(loaded)
     policy = loaded.policy
-    rules = []
+    rules = compile_rules(loaded, {name: detector.thresholds for name, detector in detectors.items()})
+    measurements = {name: _measurement(loaded, name, detector) for name, detector in detectors.items()}
+    steerings = {}
     for i, rule in enumerate(policy.rules):
-
-        def bound(detector: str, value: float | str, at: int = i) -> float:
-            if isinstance(value, float):
-                return value
-            known = detectors[detector].thresholds
-            if value not in known:
-                have = ", ".join(sorted(known)) or "none: its file was not calibrated here"
-                raise loaded.error(("rules", at, "when"), f"{detector} has no threshold {value!r}; it has {have}")
-            return known[value]
-
-        for steer in rule.steer:
-            if vectors is not None and steer.vector not in vectors:
-                have = ", ".join(sorted(vectors)) or "none"
-                raise loaded.error(("rules", i, "steer"), f"no steering vector {steer.vector!r}; there are: {have}")
-        mode: Mode = "shadow" if "shadow" in (policy.mode, rule.mode) else "enforce"
-        rules.append(CompiledRule(rule, mode, compile_condition(rule.when, bound)))
-    return BoundPolicy(
+        _check_vectors(loaded, i, vectors)
+        if rule.steer:
+            try:
+                steerings[rule.name] = steering_of(rule, measurements)
+            except ValueError as error:
+                raise loaded.error(("rules", i, "gate"), str(error)) from None
+    bound = BoundPolicy(
         name=policy.name,
         hash=loaded.hash,
-        label=f"{policy.name}@{loaded.hash[:12]}",
-        spec=_spec(loaded, detectors),
+        label=loaded.label,
+        spec=_whole_spec(loaded, measurements),
+        hold_s=longest_wait_s(rules, policy.prompt_timeout_s),
         prompt_timeout_s=policy.prompt_timeout_s,
         rule_names=tuple(rule.name for rule in policy.rules),
         detectors=detectors,
-        rules=tuple(rules),
+        rules=rules,
+        uses=policy.detectors,
+        measurements=measurements,
+        steerings=steerings,
+        digests=digests(loaded),
     )
+    _check_steerings(loaded, bound)
+    return bound
 
 
-def _spec(loaded: LoadedPolicy, detectors: Mapping[str, Detector]) -> MiaSpec:
-    """Everything that the detectors need, and nothing else."""
-    spans: dict[str, Span] = {}
-    hidden: dict[str, HiddenCapture] = {}
-    attention: dict[str, AttentionCapture] = {}
-    for name, detector in detectors.items():
-        plan, given = detector.plan(), loaded.policy.detectors[name].spans
-        if unknown := sorted(given.keys() - plan.spans.keys()):
-            have = ", ".join(sorted(plan.spans)) or "none"
-            raise loaded.error(
-                ("detectors", name, "spans"), f"{detector.kind} has no span {unknown[0]!r}; it has {have}"
-            )
-        spans |= {f"{name}.{span}": given.get(span, selectors) for span, selectors in plan.spans.items()}
-        hidden |= {f"{name}.{capture}": wanted for capture, wanted in plan.hidden.items()}
-        for capture, reading in plan.attention.items():
-            names = tuple(f"{name}.{span}" for span in reading.spans)
-            attention[f"{name}.{capture}"] = reading.model_copy(update={"spans": names})
-    return MiaSpec(spans=spans, hidden=hidden, attention=attention)
-
-
-def _score(detector: Detector, name: str, readouts: Readouts) -> Score:
-    prefix = f"{name}."
-    own = {
-        key.removeprefix(prefix): _as_detector_named_it(item, prefix)
-        for key, item in readouts.items.items()
-        if key.startswith(prefix)
-    }
+def _measurement(loaded: LoadedPolicy, name: str, detector: Detector) -> Measurement:
     try:
-        score = detector.score(own)
-    except Exception as error:  # a detector may be anybody's, and no score is never clean
-        log.warning("detector %s failed: %s", name, type(error).__name__)
-        return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
-    if score.status == "scored" and (score.value is None or not isfinite(score.value)):
-        return Score("unavailable", reason="the score is not a number")
-    return score
+        return measurement(name, detector, loaded.policy.detectors[name])
+    except ValueError as error:
+        raise loaded.error(("detectors", name, "spans"), str(error)) from None
 
 
-def _as_detector_named_it(item: Readout, prefix: str) -> Readout:
-    if isinstance(item, AttentionReadout):
-        return replace(item, mass={span.removeprefix(prefix): mass for span, mass in item.mass.items()})
-    return item
+def _check_vectors(loaded: LoadedPolicy, at: int, vectors: Collection[str] | None) -> None:
+    for steer in loaded.policy.rules[at].steer:
+        if vectors is not None and steer.vector not in vectors:
+            have = ", ".join(sorted(vectors)) or "none"
+            raise loaded.error(("rules", at, "steer"), f"no steering vector {steer.vector!r}; there are: {have}")
+
+
+def _whole_spec(loaded: LoadedPolicy, measurements: Mapping[str, Measurement]) -> MiaSpec:
+    """Everything that the detectors need, and nothing else."""
+    try:
+        return question(measurements.values(), None).spec
+    except ValidationError as error:
+        raise loaded.error(("detectors",), f"more than one request can ask for: {_first(error)}") from None
+
+
+def _check_steerings(loaded: LoadedPolicy, bound: BoundPolicy) -> None:
+    """Each rule's steering, together with those that go with every request, must be one spec."""
+    for i, compiled in enumerate(bound.rules):
+        if (own := bound.steerings.get(compiled.rule.name)) is None:
+            continue
+        try:
+            bound.steering_spec([own, *(one for one in bound.armed if one is not own)], None)
+        except ValidationError as error:
+            raise loaded.error(("rules", i, "steer"), f"more than one request can ask for: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    return str(error.errors(include_url=False, include_input=False)[0]["msg"]).removeprefix("Value error, ")

@@ -1,38 +1,36 @@
 """Scores in, a decision out: pure, total, without I/O or clock.
 
 Owns three-valued conditions, severity and shadow mode. A score that is missing makes a condition unknown, and an
-unknown condition is what ``on_error`` says: never the same as false.
+unknown condition is what ``on_error`` or ``on_timeout`` says: never the same as false.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from detectors.base import Score
 from guard.mia.spec import Steer
-from guard.policy.schema import (
+from guard.policy.conditions import (
     AllCondition,
     AnyCondition,
     Condition,
-    Mode,
     NotCondition,
-    Rule,
     ScoreCondition,
     StatusCondition,
     children,
 )
-
-Action = Literal["allow", "flag", "steer", "block"]
-SEVERITY: dict[Action, int] = {"allow": 0, "flag": 1, "steer": 2, "block": 3}
+from guard.policy.schema import SEVERITY, Action, Mode, OnError, Rule, Stage, detectors_in
 
 NO_SCORE = Score("unavailable", reason="it was not measured")
 
 
 @dataclass(frozen=True)
 class RuleHit:
-    """One rule that has something to say. ``action`` is ``allow`` only for an unknown condition under that on_error."""
+    """One rule that has something to say. ``action`` is ``allow`` only for an unknown condition under that on_error.
+
+    ``on_error``: the condition is unknown; ``timed_out``: because scores did not come in time.
+    """
 
     rule: str
     action: Action
@@ -41,11 +39,16 @@ class RuleHit:
     on_error: bool
     steer: tuple[Steer, ...] = ()
     message: str = ""
+    severity: int = 0
+    timed_out: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done, and why. ``would``: the action if shadow rules were enforced as well."""
+    """What is done, and why. ``would``: the action if shadow rules were enforced as well.
+
+    ``by``: the rule whose fields say how the action is carried out; None where nothing or ``on_error`` decided.
+    """
 
     action: Action
     rule: str | None
@@ -55,14 +58,19 @@ class Decision:
     steer: tuple[Steer, ...]
     flags: tuple[str, ...]
     would: Action
+    by: Rule | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One condition's truth; None is unknown. ``reason`` names the scores that made it so."""
+    """One condition's truth; None is unknown. ``reason`` names the scores that made it so.
+
+    ``timed_out``: unknown, and every score that is missing is one that did not come in time.
+    """
 
     value: bool | None
     reason: str
+    timed_out: bool = False
 
 
 Check = Callable[[Mapping[str, Score]], Verdict]
@@ -70,26 +78,57 @@ Check = Callable[[Mapping[str, Score]], Verdict]
 
 @dataclass(frozen=True)
 class CompiledRule:
+    """A rule whose thresholds are numbers. ``check``: None when a gate in the engine is its only condition."""
+
     rule: Rule
     mode: Mode
-    check: Check
+    check: Check | None
+
+    @property
+    def armed(self) -> bool:
+        """Whether its steering goes with every request."""
+        return self.check is None and self.mode == "enforce"
+
+    def verdict(self, scores: Mapping[str, Score]) -> Verdict:
+        if self.check is None:
+            return Verdict(False, "its gate in the engine decides")
+        return self.check(scores)
 
     def hit(self, scores: Mapping[str, Score]) -> RuleHit | None:
-        verdict = self.check(scores)
-        rule = self.rule
+        verdict, rule = self.verdict(scores), self.rule
         if verdict.value:
-            return RuleHit(rule.name, rule.action, self.mode, verdict.reason, False, rule.steer, rule.message)
+            return RuleHit(
+                rule.name, rule.action, self.mode, verdict.reason, False, rule.steer, rule.message, rule.rank
+            )
         if verdict.value is None:
-            reason = f"{verdict.reason}: on_error {rule.on_error}"
-            return RuleHit(rule.name, rule.on_error, self.mode, reason, True, message=rule.message)
+            name, action = self.on_unknown(verdict.timed_out)
+            reason = f"{verdict.reason}: {name} {action}"
+            return RuleHit(
+                rule.name,
+                action,
+                self.mode,
+                reason,
+                True,
+                message=rule.message,
+                severity=SEVERITY[action],
+                timed_out=verdict.timed_out,
+            )
         return None
 
+    def on_unknown(self, timed_out: bool) -> tuple[str, OnError]:
+        """The field that says what an unknown condition means, and what it says."""
+        if timed_out and self.rule.on_timeout is not None:
+            return "on_timeout", self.rule.on_timeout
+        return "on_error", self.rule.on_error
 
-def decide(rules: tuple[CompiledRule, ...], scores: Mapping[str, Score]) -> Decision:
-    """The outcome of all rules. Without an enforced hit the request is allowed."""
-    hits = tuple(hit for rule in rules if (hit := rule.hit(scores)) is not None)
+
+def decide(rules: Sequence[CompiledRule], scores: Mapping[str, Score], stage: Stage = "prompt") -> Decision:
+    """The outcome of one stage's rules. Without an enforced hit the request is allowed."""
+    here = [compiled for compiled in rules if compiled.rule.stage == stage]
+    hits = tuple(hit for compiled in here if (hit := compiled.hit(scores)) is not None)
     enforced = [hit for hit in hits if hit.mode == "enforce"]
-    decisive = _first_most_severe(enforced)
+    decisive = _most_severe(enforced)
+    acts = decisive is not None and not decisive.on_error
     return Decision(
         action=decisive.action if decisive else "allow",
         rule=decisive.rule if decisive else None,
@@ -98,16 +137,37 @@ def decide(rules: tuple[CompiledRule, ...], scores: Mapping[str, Score]) -> Deci
         hits=hits,
         steer=decisive.steer if decisive else (),
         flags=tuple(hit.rule for hit in enforced if hit.action == "flag"),
-        would=worst.action if (worst := _first_most_severe(hits)) else "allow",
+        would=worst.action if (worst := _most_severe(hits)) else "allow",
+        by=next((one.rule for one in here if acts and decisive and one.rule.name == decisive.rule), None),
     )
 
 
-def _first_most_severe(hits: tuple[RuleHit, ...] | list[RuleHit]) -> RuleHit | None:
-    return max(hits, key=lambda hit: SEVERITY[hit.action], default=None)
+def longest_wait_s(rules: Sequence[CompiledRule], timeout_s: float, stage: Stage = "prompt") -> float:
+    """How long an answer may be held for the scores of one stage, in seconds; 0 when no enforced rule needs any.
+
+    timeout_s: of rules that declare none. A rule that blocks once its time is over ends the wait for all: nothing that
+    comes later can change the decision.
+    """
+    waiting = [one for one in rules if one.rule.stage == stage and one.mode == "enforce" and one.check is not None]
+    times = [one.rule.timeout_s or timeout_s for one in waiting]
+    ending = [time for one, time in zip(waiting, times, strict=True) if _blocks_when_late(one)]
+    return min([*ending, max(times)]) if times else 0.0
+
+
+def _blocks_when_late(compiled: CompiledRule) -> bool:
+    late = Score("unavailable", reason="late", timed_out=True)
+    hit = compiled.hit(dict.fromkeys(detectors_in(compiled.rule), late))
+    return hit is not None and hit.action == "block"
+
+
+def _most_severe(hits: Sequence[RuleHit]) -> RuleHit | None:
+    """The first of the most severe ones."""
+    return max(hits, key=lambda hit: hit.severity, default=None)
 
 
 def compile_condition(condition: Condition, bound: Callable[[str, float | str], float]) -> Check:
-    """``bound(detector, value)`` turns a threshold's name into its number."""
+    """``bound(detector, value)`` turns a threshold's name into its number. Raises ``ValueError`` for a range that is
+    empty."""
     if isinstance(condition, ScoreCondition):
         return _score_check(condition, bound)
     if isinstance(condition, StatusCondition):
@@ -121,7 +181,8 @@ def compile_condition(condition: Condition, bound: Callable[[str, float | str], 
 
 
 def _negate(verdict: Verdict) -> Verdict:
-    return Verdict(None if verdict.value is None else not verdict.value, f"not ({verdict.reason})")
+    value = None if verdict.value is None else not verdict.value
+    return Verdict(value, f"not ({verdict.reason})", verdict.timed_out)
 
 
 def _join(verdicts: list[Verdict], decisive: bool) -> Verdict:
@@ -129,14 +190,18 @@ def _join(verdicts: list[Verdict], decisive: bool) -> Verdict:
     for wanted in (decisive, None):
         chosen = [verdict for verdict in verdicts if verdict.value is wanted]
         if chosen:
-            return Verdict(wanted, " and ".join(verdict.reason for verdict in chosen))
+            late = wanted is None and all(verdict.timed_out for verdict in chosen)
+            return Verdict(wanted, " and ".join(verdict.reason for verdict in chosen), late)
     return Verdict(not decisive, " and ".join(verdict.reason for verdict in verdicts))
 
 
 def _score_check(condition: ScoreCondition, bound: Callable[[str, float | str], float]) -> Check:
+    """Raises ``ValueError`` for bounds that no score can meet."""
     name = condition.detector
     low = None if condition.at_least is None else bound(name, condition.at_least)
     high = None if condition.below is None else bound(name, condition.below)
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"no score of {name} is at least {low:.4g} and below {high:.4g}")
     wording = " and ".join(
         f"{sign} {value:.4g}" + (f" ({given})" if isinstance(given, str) else "")
         for sign, value, given in ((">=", low, condition.at_least), ("<", high, condition.below))
@@ -145,8 +210,10 @@ def _score_check(condition: ScoreCondition, bound: Callable[[str, float | str], 
 
     def check(scores: Mapping[str, Score]) -> Verdict:
         score = scores.get(name, NO_SCORE)
+        if score.status == "not_applicable":
+            return Verdict(False, f"{name} not applicable: {score.reason}")
         if score.status != "scored" or score.value is None:
-            return Verdict(None, f"{name} unavailable: {score.reason}")
+            return Verdict(None, f"{name} unavailable: {score.reason}", score.timed_out)
         inside = (low is None or score.value >= low) and (high is None or score.value < high)
         return Verdict(inside, f"{name} {score.value:.4g} {'' if inside else 'not '}{wording}")
 
@@ -155,7 +222,9 @@ def _score_check(condition: ScoreCondition, bound: Callable[[str, float | str], 
 
 def _status_check(condition: StatusCondition) -> Check:
     def check(scores: Mapping[str, Score]) -> Verdict:
-        status = scores.get(condition.detector, NO_SCORE).status
+        score = scores.get(condition.detector, NO_SCORE)
+        late = condition.status == "timeout" and score.status == "unavailable" and score.timed_out
+        status = "timeout" if late else score.status
         return Verdict(status == condition.status, f"{condition.detector} is {status}")
 
     return check

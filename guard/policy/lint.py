@@ -1,15 +1,27 @@
-"""``guard policy lint``: check policy files without an engine.
+"""``guard policy lint``: check policies, selections and tests without an engine.
 
 With a model's calibrations at hand, thresholds, spans and steering vectors are checked too; the schema alone otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from guard.policy.bound import bind, build_detectors
-from guard.policy.store import PolicyError, load_policy
+from guard.policy.bound import BoundPolicy, bind, build_detectors
+from guard.policy.cases import Cases
+from guard.policy.loading import LoadedPolicy, load_policy
+from guard.policy.policy_set import (
+    SELECTION_FILE,
+    TESTS_SUFFIX,
+    load_policies,
+    load_selection,
+    policy_files,
+    read_folder,
+)
+from guard.policy.schema import Policy, detectors_in
+from guard.policy.support import refuse_unsupported
+from guard.policy.yaml_file import PolicyError, read_mapping, validated
 
 
 def lint(
@@ -19,17 +31,54 @@ def lint(
     config_key: str | None = None,
     model_configs: Path | None = None,
 ) -> int:
-    """Check every file and report each; returns 1 when any cannot be used, else 0."""
+    """Check every file, and every folder as a whole, and report each; returns 1 when any cannot be used, else 0."""
+
+    def bound(loaded: LoadedPolicy) -> BoundPolicy:
+        assert config_key is not None
+        assert model_configs is not None
+        vectors = {path.stem for path in (model_configs / "steering" / config_key).glob("*.safetensors")}
+        return bind(loaded, build_detectors(loaded, config_key, model_configs), vectors)
+
     failed = 0
     for path in paths:
         try:
-            loaded = load_policy(path)
-            if config_key is not None and model_configs is not None:
-                vectors = {path.stem for path in (model_configs / "steering" / config_key).glob("*.safetensors")}
-                bind(loaded, build_detectors(loaded, config_key, model_configs), vectors)
+            if path.is_dir():
+                lines = list(_folder(path, bound if config_key else None))
+            else:
+                lines = list(_file(path, bound if config_key else None))
         except PolicyError as error:
-            say(str(error))
-            failed = 1
-        else:
-            say(f"{path}: ok ({loaded.policy.name}@{loaded.hash[:12]}, {len(loaded.policy.rules)} rules)")
+            lines, failed = [str(error)], 1
+        for line in lines:
+            say(line)
     return failed
+
+
+def remarks(policy: Policy) -> list[str]:
+    """What is no mistake and still worth a look."""
+    used = {name for rule in policy.rules for name in detectors_in(rule)}
+    return [f"detector {name} is measured, and no rule uses it" for name in policy.detectors if name not in used]
+
+
+Bound = Callable[[LoadedPolicy], BoundPolicy]
+
+
+def _file(path: Path, bound: Bound | None) -> Iterator[str]:
+    if path.name.endswith(TESTS_SUFFIX):
+        tests = validated(read_mapping(path), Cases).tests
+        yield f"{path}: ok ({len(tests)} tests; guard policy test runs them)"
+    elif path.name == SELECTION_FILE:
+        yield f"{path}: ok ({len(load_selection(path).assignments)} assignments)"
+    else:
+        loaded = load_policy(path)
+        refuse_unsupported(loaded)
+        if bound is not None:
+            bound(loaded)
+        yield f"{path}: ok ({loaded.label}, {len(loaded.policy.rules)} rules)"
+        yield from (f"{path}: note: {remark}" for remark in remarks(loaded.policy))
+
+
+def _folder(path: Path, bound: Bound | None) -> Iterator[str]:
+    for file in policy_files(path):
+        yield from _file(file, None)
+    default = (read_folder(path) if bound is None else load_policies(path, bound)).selection.default
+    yield f"{path}: ok (default {default})"

@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from guard.mia.spec import Steer
-from guard.policy.schema import (
-    AllCondition,
-    AnyCondition,
-    DetectorUse,
-    NotCondition,
-    Policy,
-    Rule,
-    ScoreCondition,
-    StatusCondition,
-)
+from guard.policy.cases import Case, Cases, Expectation
+from guard.policy.conditions import AllCondition, AnyCondition, NotCondition, ScoreCondition, StatusCondition
+from guard.policy.inheritance import Inheritance, Removal
+from guard.policy.schema import DetectorUse, Policy, Redaction, Routing, Rule, SteeringGate
+from guard.policy.selection import Assignment, Match, Selection
+from guard.policy.support import ACTIONS, STAGES
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", Policy),
+    ("The file: inheritance", Inheritance),
+    ("`remove`", Removal),
     ("`detectors.NAME`", DetectorUse),
     ("`rules[]`", Rule),
     ("Condition: a score", ScoreCondition),
@@ -34,14 +33,45 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("Condition: `any`", AnyCondition),
     ("Condition: `not`", NotCondition),
     ("`rules[].steer[]`", Steer),
+    ("`rules[].gate`", SteeringGate),
+    ("`rules[].redact`", Redaction),
+    ("`rules[].route`", Routing),
+    ("`selection.yaml`", Selection),
+    ("`selection.yaml`: `assignments[]`", Assignment),
+    ("`selection.yaml`: `assignments[].match`", Match),
+    ("`NAME.tests.yaml`", Cases),
+    ("`NAME.tests.yaml`: `tests[]`", Case),
+    ("`NAME.tests.yaml`: `tests[].expect`", Expectation),
 )
 
-NOT_IN_POLICIES = "gate"
-"""A field of steering that a request may have and a rule may not."""
+THE_RULES: dict[type[BaseModel], tuple[str, ...]] = {Steer: ("gate",)}
+"""Fields that a request may have there and a policy may not: the rule has them."""
 
-HEAD = """# Policy reference
 
-Generated from `guard/policy/schema.py` by `python -m guard.policy.reference`; do not edit. Unknown keys are errors.
+def _words(names: Collection[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+HEAD = f"""# Policy reference
+
+Generated from `guard/policy/schema.py` and its neighbours by `python -m guard.policy.reference`; do not edit. Unknown
+keys are errors.
+
+A policy is a YAML file; `guard serve --policy` takes one, or a folder of them with a `selection.yaml` that says which
+judges which requests. Files are watched: what changes is checked as a whole and judges from then on, and while anything
+in it is wrong the policies before it stay. Shipped: `default`, `strict`, `observe`, `rag` and `agent`.
+
+This version of the proxy carries out the stages {_words(STAGES)} and the actions {_words(ACTIONS)}; a policy with any
+other is refused when it is loaded, by `guard policy lint` too.
+
+| command | what it does |
+| --- | --- |
+| `guard policy lint FILE...` | checks files and folders; with `--model` thresholds and vectors too |
+| `guard policy test FILE...` | runs the tables in `NAME.tests.yaml` beside `NAME.yaml` |
+| `guard policy explain FILE --request ID` | what every rule makes of a request of the ledger, and which one decides |
+| `guard policy diff FILE FILE` | what one says that the other does not |
+| `guard policy replay FILE` | decides the ledger's requests again on their recorded scores; the exit code is for CI |
+| `guard policy schema` | the JSON schema, for editors: first line `# yaml-language-server: $schema=PATH` |
 """
 
 
@@ -53,18 +83,24 @@ def reference() -> str:
 def _section(title: str, model: type[BaseModel]) -> str:
     schema = model.model_json_schema()
     schema = schema.get("$defs", {}).get(model.__name__, schema)["properties"]
-    fields = {field.alias or name: field for name, field in model.model_fields.items() if name != NOT_IN_POLICIES}
+    fields = {
+        field.alias or name: field for name, field in model.model_fields.items() if name not in THE_RULES.get(model, ())
+    }
     rows = [_row(name, field, schema[name]) for name, field in fields.items()]
     table = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
     return f"\n## {title}\n\n{_prose(model.__doc__ or '')}\n\n{table}\n"
 
 
 def _row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
-    default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
+    default = "required" if field.is_required() else _default(field.default)
     meaning = _prose(field.description or "")
     if field.examples:
         meaning += " Example: " + ", ".join(f"`{json.dumps(example)}`" for example in field.examples) + "."
     return f"| `{name}` | {_type(schema)} | {default} | {meaning.replace('|', chr(92) + '|')} |"
+
+
+def _default(value: Any) -> str:
+    return "none" if value is None or isinstance(value, BaseModel) else f"`{json.dumps(value)}`"
 
 
 def _type(schema: dict[str, Any]) -> str:

@@ -1,30 +1,69 @@
-"""What a policy file may say. These types are the manual: loader, reference page and error messages come from them.
+"""What a policy file may say. These types are the manual: loader, JSON schema, reference page and error messages come
+from them.
 
 Owns the YAML's shape and the checks that need nothing but the file. Whether a threshold's name or a steering vector
-exists is checked when the policy is bound to detectors (``guard.policy.bound``).
+exists is checked when the policy is bound to detectors (``guard.policy.bound``), whether the proxy can carry a rule out
+in ``guard.policy.support``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from guard.mia.spec import Steer, check_selectors, one_selector_is_a_list_of_one
+from guard.mia.spec import Steer
+from guard.policy.conditions import Condition, DetectorName, Section, detectors_of
+from guard.policy.conversation import check_message_selectors
 
 RuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,48}$")]
-DetectorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,24}$")]
+PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,48}$")]
 SpanName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,32}$")]
+TEXT = {"type": "string"}
+Selectors = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [TEXT, {"type": "array", "items": TEXT}]}),
+]
+"""A single one needs no list."""
+
 Mode = Literal["enforce", "shadow"]
-ActionName = Literal["block", "flag", "steer"]
+Stage = Literal["prompt", "stream", "output"]
+ActionName = Literal["flag", "redact", "steer", "retry", "route", "block"]
 OnError = Literal["block", "allow", "flag"]
 
+STAGES_OF_ACTIONS: dict[ActionName, tuple[Stage, ...]] = {
+    "flag": ("prompt", "stream", "output"),
+    "redact": ("prompt", "stream", "output"),
+    "steer": ("prompt",),
+    "retry": ("output",),
+    "route": ("prompt", "output"),
+    "block": ("prompt", "stream", "output"),
+}
+"""Where each action makes sense: what is generated already can be steered no more, only asked for again."""
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+Action = Literal["allow", "flag", "redact", "steer", "retry", "route", "block"]
+SEVERITY: Mapping[Action, int] = {
+    "allow": 0, "flag": 5, "redact": 20, "steer": 30, "retry": 40, "route": 50, "block": 95,
+}  # fmt: skip
+"""A rule's severity unless it declares another; the order of all actions."""
+
+FLAG_BELOW, BLOCK_FROM = 10, 90
+"""The bands of severities: a rule that only reports never outranks one that acts, and nothing outranks a block."""
+
+FIELDS_OF_ACTIONS: dict[str, tuple[ActionName, ...]] = {
+    "steer": ("steer", "retry"),
+    "gate": ("steer",),
+    "redact": ("redact",),
+    "route": ("route",),
+    "attempts": ("retry",),
+    "respond": ("block",),
+}
+"""Fields of a rule that belong to some actions only."""
 
 
-class DetectorUse(_Section):
+class DetectorUse(Section):
     """One detector that rules may refer to. It is measured once a request, however many rules use it."""
 
     kind: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$", examples=["probe", "attention_tracker"])]
@@ -34,116 +73,119 @@ class DetectorUse(_Section):
     """Its calibration. A name means `model_configs/KIND/NAME.json`; a path ending in `.json` is relative to this file.
     Default: the file named after the served model."""
 
-    spans: Annotated[dict[SpanName, tuple[str, ...]], Field(examples=[{"data": ["user.last", "tool"]}])] = {}
-    """Which messages the detector's spans mean: span name to selectors (`ROLE`, `ROLE.first`, `ROLE.last`,
-    `message.N`). Default: the detector's own choice."""
+    spans: Annotated[dict[SpanName, Selectors], Field(examples=[{"data": ["user.last", "tool"]}])] = {}  # noqa: RUF012
+    """Which messages the detector's spans mean: span name to selectors (`ROLE`, `ROLE.first`, `ROLE.last`, `message.N`,
+    each also with `.part.N`) or words: `last_turn`, every message after the last answer that was replied to;
+    `tool_results`; `new_tool_results`, those in the last turn. Earlier turns count as judged when they were new, which
+    a client with a made-up history can use. Default: the detector's own choice."""
 
-    _one_selector = field_validator("spans", mode="before")(one_selector_is_a_list_of_one)
+    scope: Annotated[Selectors, Field(examples=[["new_tool_results"], ["user"]])] = ()
+    """Selectors and words as in `spans`. A request without any such message is not measured: the detector's status is
+    `not_applicable` and its conditions are false. Roles are what the client writes, so let another rule judge requests
+    that come without. Default: every request is measured."""
 
     @field_validator("spans")
     @classmethod
     def _selectors_parse(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         for name, selectors in value.items():
-            if not selectors:
-                raise ValueError(f"span {name!r} names no messages")
-            check_selectors(name, selectors)
+            check_message_selectors(name, selectors)
+        return value
+
+    @field_validator("scope")
+    @classmethod
+    def _scope_parses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value:
+            check_message_selectors("scope", value)
+        if any(".part." in selector for selector in value):
+            raise ValueError("a scope names messages, not parts of them")
         return value
 
 
-class ScoreCondition(_Section):
-    """True when a detector's score lies in the range; unknown when there is no score."""
+class SteeringGate(Section):
+    """Holds a steering back, inside the engine, until a readout crosses a number; then it acts to the answer's end.
 
-    detector: DetectorName
-    """Name under `detectors`."""
+    The readout is either a probe that the engine was started with or the attention that a detector's heads put on one
+    of its spans.
+    """
 
-    at_least: Annotated[float | str | None, Field(examples=["fpr_1pct", 0.9])] = None
-    """Lower bound, inclusive: a number, or the name of a threshold that calibration measured."""
+    probe: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")] = None
+    """Name of a probe of the engine (`additional_config.mia.probes`); its first logit is compared."""
 
-    below: Annotated[float | str | None, Field(examples=["fpr_1pct", 0.99])] = None
-    """Upper bound, exclusive: a number, or a threshold's name."""
+    positions: Literal["last_prompt", "prompt", "generated", "all"] = "generated"
+    """For a probe: at which tokens it is read."""
+
+    detector: DetectorName | None = None
+    """Instead of a probe: a detector that reads attention. The mean mass over its heads is compared."""
+
+    span: SpanName | None = None
+    """For a detector: on which of its spans."""
+
+    above: float | None = None
+    """The steering begins when the readout is greater than this."""
+
+    below: float | None = None
+    """The steering begins when the readout is less than this."""
 
     @model_validator(mode="after")
-    def _has_a_bound(self) -> Self:
-        if self.at_least is None and self.below is None:
-            raise ValueError("needs at_least, below, or both")
+    def _one_readout_and_one_number(self) -> Self:
+        if (self.probe is None) == (self.detector is None):
+            raise ValueError("a gate has either probe or detector")
+        if (self.detector is None) != (self.span is None):
+            raise ValueError("a gate on a detector names one of its spans, and only such a gate")
+        if self.detector is not None and "positions" in self.model_fields_set:
+            raise ValueError("a detector says itself where it reads; positions is for a probe")
+        if (self.above is None) == (self.below is None):
+            raise ValueError("a gate has either above or below")
         return self
 
 
-class StatusCondition(_Section):
-    """True when a detector has (`scored`) or has not (`unavailable`) given a score; never unknown."""
+class Redaction(Section):
+    """What is taken out, and what stands there instead."""
 
-    detector: DetectorName
-    """Name under `detectors`."""
+    messages: Selectors = ()
+    """At stage `prompt`: selectors and words as in a detector's `spans`. Later stages redact the answer."""
 
-    status: Literal["scored", "unavailable"]
-    """What is asked about."""
+    replacement: Annotated[str, Field(max_length=400)] = "[removed by a guardrail]"
+    """The text that the model, or the client, gets instead."""
 
-
-class AllCondition(_Section):
-    """True when every condition is; false when any is false; else unknown."""
-
-    all: Annotated[tuple[Condition, ...], Field(min_length=1)]
-    """Conditions."""
-
-
-class AnyCondition(_Section):
-    """True when any condition is; false when every one is; else unknown."""
-
-    any: Annotated[tuple[Condition, ...], Field(min_length=1)]
-    """Conditions."""
+    @field_validator("messages")
+    @classmethod
+    def _selectors_parse(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value:
+            check_message_selectors("messages", value)
+        return value
 
 
-class NotCondition(_Section):
-    """True when the condition is false, false when it is true, else unknown."""
+class Routing(Section):
+    """Which model answers instead."""
 
-    not_: Annotated[Condition, Field(alias="not")]
-    """The condition."""
-
-
-def _condition_form(value: Any) -> str | None:
-    if isinstance(value, dict):
-        forms = [form for form in ("all", "any", "not", "status") if form in value]
-        return forms[0] if forms else "score"
-    forms_of_types = ((AllCondition, "all"), (AnyCondition, "any"), (NotCondition, "not"), (StatusCondition, "status"))
-    for type_, form in (*forms_of_types, (ScoreCondition, "score")):
-        if isinstance(value, type_):
-            return form
-    return None
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    """Name as a client would ask for it."""
 
 
-Condition = Annotated[
-    Annotated[ScoreCondition, Tag("score")]
-    | Annotated[StatusCondition, Tag("status")]
-    | Annotated[AllCondition, Tag("all")]
-    | Annotated[AnyCondition, Tag("any")]
-    | Annotated[NotCondition, Tag("not")],
-    Discriminator(
-        _condition_form,
-        custom_error_type="condition",
-        custom_error_message="a condition is a mapping with detector, all, any or not",
-    ),
-]
-
-
-class Rule(_Section):
-    """When a condition holds, an action is taken. Of several rules that hit, `block` outranks `steer` outranks `flag`;
-    among equals the first in the file decides, and every flag is reported."""
+class Rule(Section):
+    """When a condition holds, an action is taken. Of several rules that hit at one stage the one with the highest
+    `severity` decides; among equals the first in the file. Every flag is reported."""
 
     name: RuleName
     """Shown in headers, ledger and metrics; unique in the policy."""
 
-    stage: Literal["prompt"] = "prompt"
-    """When it is judged. `prompt`: once the model has read the prompt, before the first byte of the answer."""
+    stage: Stage = "prompt"
+    """When it is judged. `prompt`: once the model has read the prompt, before the first byte of the answer. `stream`:
+    while the answer is generated. `output`: when it is complete."""
 
-    when: Condition
-    """The condition."""
+    when: Condition | None = None
+    """The condition. Only a steering with a `gate` can do without: it then goes with every request, and the gate alone
+    says when it acts."""
 
     action: ActionName
-    """`block`: HTTP 400 with `error.code` `content_filter`, and the model stops. `flag`: the answer passes, with
-    `x-guard-*` headers. `steer`: the answer is generated with the vectors under `steer`."""
+    """`block`: the model stops, and the client gets what `respond` says. `flag`: the answer passes, with `x-guard-*`
+    headers. `redact`: text is replaced. `steer`: the answer is generated with the vectors under `steer`. `retry`: the
+    answer is generated again, with them. `route`: another model answers."""
 
-    steer: tuple[Steer, ...] = ()
-    """For `action: steer` only: steering vectors by name, with layer, coefficient and phase."""
+    severity: Annotated[int | None, Field(ge=1, le=99)] = None
+    """Which of several rules decides: the highest. 1 to 9 for `flag`, 90 to 99 for `block`, 10 to 89 for the others, so
+    that nothing outranks a block. Default: flag 5, redact 20, steer 30, retry 40, route 50, block 95."""
 
     mode: Mode = "enforce"
     """`shadow`: the rule is judged and recorded, and nothing is done."""
@@ -151,29 +193,84 @@ class Rule(_Section):
     on_error: OnError = "flag"
     """What is done when the condition is unknown because a score is missing. `allow` lets the request pass unmarked."""
 
+    on_timeout: OnError | None = None
+    """The same when every missing score is one that did not come in time. Default: as `on_error`."""
+
+    timeout_s: Annotated[float | None, Field(gt=0, le=600)] = None
+    """Longest wait for this rule's scores, in seconds. The answer is held while any enforced rule still waits; scores
+    that are there by then count for all rules. Default: the policy's `prompt_timeout_s`."""
+
     message: Annotated[str, Field(max_length=400)] = "This request was blocked by a guardrail."
-    """For `block`: what the client is told. The rule's name is added, prompt text never is."""
+    """For `block`: what the client is told. An error adds the rule's name; prompt text is never added."""
+
+    respond: Literal["error", "refusal"] = "error"
+    """For `block`: `error` is HTTP 400 with `error.code` `content_filter`; `refusal` is an answer whose text is
+    `message`, with `finish_reason` `content_filter`. A block by `on_error` is always HTTP 503."""
+
+    steer: tuple[Steer, ...] = ()
+    """For `steer` and `retry`: steering vectors by name, with layer, coefficient and phase."""
+
+    gate: SteeringGate | None = None
+    """For `steer`: holds all of the rule's vectors back until a readout crosses a number. They then have phase
+    `decode`."""
+
+    redact: Redaction | None = None
+    """For `redact`."""
+
+    route: Routing | None = None
+    """For `route`."""
+
+    attempts: Annotated[int, Field(ge=1, le=3)] = 1
+    """For `retry`: how often at most."""
+
+    @property
+    def rank(self) -> int:
+        """Its severity, declared or not."""
+        return SEVERITY[self.action] if self.severity is None else self.severity
 
     @model_validator(mode="after")
-    def _steer_belongs_to_the_action(self) -> Self:
-        if (self.action == "steer") != bool(self.steer):
-            raise ValueError("action steer needs a list under steer, and only that action has one")
+    def _fields_belong_to_the_action(self) -> Self:
+        if self.action in ("steer", "retry") and not self.steer:
+            raise ValueError(f"action {self.action} needs a list under steer")
+        if self.action == "redact" and (self.redact is None or (self.stage == "prompt") != bool(self.redact.messages)):
+            raise ValueError("action redact needs redact, with messages at stage prompt and without them later")
+        if self.action == "route" and self.route is None:
+            raise ValueError("action route needs route")
+        for field, actions in FIELDS_OF_ACTIONS.items():
+            if field in self.model_fields_set and self.action not in actions:
+                raise ValueError(f"{field} is for action {' and '.join(actions)}, not for {self.action}")
+        if self.stage not in (stages := STAGES_OF_ACTIONS[self.action]):
+            raise ValueError(f"action {self.action} is for stage {' and '.join(stages)}, not for {self.stage}")
         return self
 
     @model_validator(mode="after")
-    def _steering_has_no_gate(self) -> Self:
+    def _severity_is_in_its_band(self) -> Self:
+        low, high = {"flag": (1, FLAG_BELOW - 1), "block": (BLOCK_FROM, 99)}.get(
+            self.action, (FLAG_BELOW, BLOCK_FROM - 1)
+        )
+        if not low <= self.rank <= high:
+            raise ValueError(f"the severity of action {self.action} is from {low} to {high}, not {self.rank}")
+        return self
+
+    @model_validator(mode="after")
+    def _gates_are_the_rules(self) -> Self:
         if any(steer.gate is not None for steer in self.steer):
-            raise ValueError("a gate names a request's own readouts, which the rules of a policy do not have")
+            raise ValueError("the gate is a field of the rule, not of a vector: it holds all of them back")
+        if self.gate is not None and any(steer.phase != "decode" for steer in self.steer):
+            raise ValueError("a gated steering has phase decode")
+        if self.when is None and self.gate is None:
+            raise ValueError("when is needed; only a steering with a gate can do without")
         return self
 
 
-class Policy(_Section):
-    """One policy file."""
+class Policy(Section):
+    """One policy file. With `extends` it begins as another one: what is written here replaces or adds to it, detectors
+    and rules by their name."""
 
     version: Literal[1]
     """Version of this format."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,48}$")]
+    name: PolicyName
     """Shown in headers, ledger and metrics, with a hash of the content."""
 
     description: Annotated[str, Field(max_length=2000)] = ""
@@ -183,10 +280,10 @@ class Policy(_Section):
     """`shadow`: no rule of the policy does anything; what it would have done is recorded."""
 
     prompt_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """Longest wait, in seconds, for the scores of the prompt; afterwards they count as missing and `on_error` says what
-    happens. The time that the model takes to read the prompt is part of it."""
+    """Longest wait, in seconds, for the scores of the prompt; afterwards they count as missing and `on_timeout` says
+    what happens. The time that the model takes to read the prompt is part of it."""
 
-    detectors: Annotated[dict[DetectorName, DetectorUse], Field(max_length=16)] = {}
+    detectors: Annotated[dict[DetectorName, DetectorUse], Field(max_length=16)] = {}  # noqa: RUF012 - pydantic copies it
     """Detectors by the name that rules use."""
 
     rules: Annotated[tuple[Rule, ...], Field(max_length=64)] = ()
@@ -198,7 +295,7 @@ class Policy(_Section):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"rules share a name: {', '.join(twice)}")
         for rule in self.rules:
-            if unknown := sorted(set(detectors_of(rule.when)) - self.detectors.keys()):
+            if unknown := sorted(set(detectors_in(rule)) - self.detectors.keys()):
                 raise ValueError(
                     f"rule {rule.name!r} uses detectors that are not defined: {', '.join(unknown)}; "
                     f"defined are: {', '.join(sorted(self.detectors)) or 'none'}"
@@ -206,20 +303,7 @@ class Policy(_Section):
         return self
 
 
-def children(condition: Condition) -> tuple[Condition, ...]:
-    if isinstance(condition, AllCondition):
-        return condition.all
-    if isinstance(condition, AnyCondition):
-        return condition.any
-    return (condition.not_,) if isinstance(condition, NotCondition) else ()
-
-
-def detectors_of(condition: Condition) -> tuple[str, ...]:
-    """Names of all detectors that a condition asks about."""
-    if isinstance(condition, ScoreCondition | StatusCondition):
-        return (condition.detector,)
-    return tuple(name for child in children(condition) for name in detectors_of(child))
-
-
-for _model in (AllCondition, AnyCondition, NotCondition, Rule, Policy):
-    _model.model_rebuild()
+def detectors_in(rule: Rule) -> tuple[str, ...]:
+    """Names of all detectors that a rule refers to."""
+    asked = () if rule.when is None else detectors_of(rule.when)
+    return asked if rule.gate is None or rule.gate.detector is None else (*asked, rule.gate.detector)

@@ -1,134 +1,126 @@
-"""Policy files: read, checked against the schema, and named by a hash of their content.
+"""The policies that judge now, and how they change while requests run: files are watched, and swapped as a whole.
 
-Owns the way from a file to a ``Policy``, and error messages that point at file, line and field.
+Owns the one reference that is replaced. What cannot be used changes nothing: the policies before it stay.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import yaml
-from pydantic import ValidationError
+from watchfiles import awatch
 
-from guard.policy.schema import Policy
+from guard.policy.policy_set import Bind, PolicySet, load_policies
+from guard.policy.yaml_file import PolicyError
 
-MAX_FILE_BYTES = 1024 * 1024
+log = logging.getLogger("guard.policy")
 
+Reload = Literal["success", "failure", "noop"]
+"""``noop``: the files say what they said before."""
 
-class PolicyError(ValueError):
-    """A policy that cannot be used; the message reads ``FILE:LINE: FIELD: WHAT``."""
+SETTLE_MS = 100
+"""Changes that come this close together are one."""
 
+RECHECK_S = 5.0
+"""How often files are looked at although no change was reported: network file systems report none, nor does anybody
+report what changed just before the watch began."""
 
-@dataclass(frozen=True)
-class LoadedPolicy:
-    """A policy that fits the schema. ``hash``: SHA-256 of its content, the same for any spelling of the same policy."""
-
-    policy: Policy
-    path: Path
-    hash: str
-    root: yaml.Node
-
-    def error(self, location: Sequence[str | int], message: str) -> PolicyError:
-        """An error at a field of this file, as the schema's own errors are shown."""
-        return PolicyError(_message(self.path, self.root, location, message))
+OnReload = Callable[[Reload, PolicySet], None]
+Stamp = tuple[tuple[str, int, int, int], ...]
 
 
-def load_policy(path: Path) -> LoadedPolicy:
-    """Read and check one file. Raises ``PolicyError``, never anything else."""
-    root = _compose(path, _read(path))
-    data = _construct(path, root)
-    try:
-        policy = Policy.model_validate(data)
-    except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False)
-        raise PolicyError("\n".join(_message(path, root, one["loc"], one["msg"]) for one in errors)) from None
-    content = policy.model_dump_json(exclude_defaults=True)
-    return LoadedPolicy(policy, path, hashlib.sha256(content.encode()).hexdigest(), root)
+class PolicyStore:
+    """Raises ``PolicyError`` when there is nothing to begin with. ``on_reload`` is called at every later attempt,
+    with the policies that judge from then on."""
 
+    def __init__(self, path: Path, bind_policy: Bind, on_reload: OnReload = lambda result, policies: None) -> None:
+        self.path = path
+        self.current: PolicySet = load_policies(path, bind_policy)
+        self.error: str | None = None
+        """Why the files that are there now are not what judges."""
+        self._bind = bind_policy
+        self._on_reload = on_reload
+        self._stamp = self._look()
 
-def _read(path: Path) -> str:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise PolicyError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_FILE_BYTES:
-        raise PolicyError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PolicyError(f"{path}: byte {error.start} is not UTF-8") from None
+    def reload(self) -> Reload:
+        """Read all files again, and let them judge from now on if all of them can."""
+        self._stamp = self._look()
+        try:
+            new = load_policies(self.path, self._bind)
+        except PolicyError as error:
+            self.error = str(error)
+            log.error("policies not changed, version %s stays: %s", self.current.hash[:12], error)
+            return self._told("failure", self.current)
+        except Exception as error:  # a detector may be anybody's, and who watches must go on
+            self.error = f"a detector cannot be built ({type(error).__name__})"
+            log.exception("policies not changed, version %s stays", self.current.hash[:12])
+            return self._told("failure", self.current)
+        self.error = None
+        if new.hash == self.current.hash:
+            return self._told("noop", self.current)
+        log.warning("policies change from version %s to %s", self.current.hash[:12], new.hash[:12])
+        # Told first, so that whoever counts requests by policy is ready for the first one.
+        self._told("success", new)
+        self.current = new
+        return "success"
 
+    def _told(self, result: Reload, policies: PolicySet) -> Reload:
+        self._on_reload(result, policies)
+        return result
 
-def _compose(path: Path, text: str) -> yaml.Node:
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise PolicyError(f"{path}:{line}: not YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise PolicyError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(root, yaml.MappingNode):
-        raise PolicyError(f"{path}:1: a policy is a mapping with version, name, detectors and rules")
-    return root
+    async def watch(self) -> None:
+        """Reload on every change, until cancelled."""
+        while True:
+            try:
+                await self._watch_folders(self._folders())
+            except Exception:  # whatever it was, the files may change again
+                log.exception("policies cannot be watched; trying again in %g s", RECHECK_S)
+                await asyncio.sleep(RECHECK_S)
 
+    async def _watch_folders(self, folders: tuple[Path, ...]) -> None:
+        """Returns when other folders must be watched, or these anew."""
+        changes = awatch(
+            *folders,
+            watch_filter=None,
+            debounce=SETTLE_MS,
+            step=SETTLE_MS // 2,
+            rust_timeout=round(RECHECK_S * 1000),
+            yield_on_timeout=True,
+            recursive=False,
+        )
+        async with aclosing(changes):
+            async for reported in changes:
+                if reported:
+                    await asyncio.to_thread(self.reload)
+                elif await self._recheck():
+                    return
+                if self._folders() != folders:
+                    return
 
-def _construct(path: Path, root: yaml.Node) -> Any:
-    """Plain data from the nodes. A key that is written twice would silently lose the first, so it is refused."""
-    _refuse_twice(path, root, set())
-    try:
-        return yaml.constructor.SafeConstructor().construct_document(root)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise PolicyError(f"{path}:{line}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    async def _recheck(self) -> bool:
+        changed = self._look() != self._stamp
+        if changed:
+            await asyncio.to_thread(self.reload)
+        return changed
 
+    def _folders(self) -> tuple[Path, ...]:
+        """Folders and not files: a file that is replaced, as editors and Kubernetes do, is another file."""
+        own = self.path if self.path.is_dir() else self.path.parent
+        folders = [own, *(file.parent for file in self.current.files)]
+        return tuple(sorted({folder for folder in folders if folder.is_dir()}))
 
-def _refuse_twice(path: Path, node: yaml.Node, seen_nodes: set[int]) -> None:
-    if id(node) in seen_nodes:
-        return
-    seen_nodes.add(id(node))
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise PolicyError(f"{path}:{key.start_mark.line + 1}: {key.value!r} is written twice")
-                seen.add(key.value)
-            _refuse_twice(path, value, seen_nodes)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_twice(path, value, seen_nodes)
-
-
-def _message(path: Path, root: yaml.Node, location: Sequence[str | int], message: str) -> str:
-    line, field = _locate(root, location)
-    return f"{path}:{line}: {field or 'the policy'}: {message.removeprefix('Value error, ')}"
-
-
-def _locate(root: yaml.Node, location: Sequence[str | int]) -> tuple[int, str]:
-    """Line and dotted name of a field. Parts that are not in the file, as a missing field or a form's tag, keep the
-    line of what contains them; a tag is left out of the name."""
-    node: yaml.Node = root
-    line, names = root.start_mark.line, []
-    for depth, part in enumerate(location):
-        found = _child(node, part)
-        if found is not None:
-            line, node = found
-            names.append(str(part))
-        elif depth == len(location) - 1:
-            names.append(str(part))
-    return line + 1, ".".join(names)
-
-
-def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value == str(part):
-                return key.start_mark.line, value
-    elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-        return node.value[part].start_mark.line, node.value[part]
-    return None
+    def _look(self) -> Stamp:
+        """What a change of the files would change."""
+        files = set(self.path.iterdir()) if self.path.is_dir() else {self.path}
+        stamps = []
+        for file in sorted(files | set(self.current.files)):
+            try:
+                stat = file.stat()
+            except OSError:
+                continue
+            stamps.append((str(file), stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        return tuple(stamps)

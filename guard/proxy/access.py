@@ -31,6 +31,12 @@ class Access:
             self._check_key(headers.get("authorization", ""))
         self.check_host(headers)
 
+    def key_hash(self, headers: Mapping[str, str]) -> str | None:
+        """SHA-256 in hex of the key that was checked; None when no key is asked for."""
+        if not self.key_hashes:
+            return None
+        return _given_hash(headers.get("authorization", ""))
+
     def check_host(self, headers: Mapping[str, str]) -> None:
         """Raises ``ForbiddenHostError``."""
         if not self.key_hashes and not is_loopback(_host_name(headers.get("host", ""))):
@@ -38,13 +44,17 @@ class Access:
             raise ForbiddenHostError("without API keys the guard answers to localhost only; set GUARD_API_KEY_HASHES")
 
     def _check_key(self, authorization: str) -> None:
-        scheme, _, key = authorization.partition(" ")
-        # Headers are read as latin-1; so these are the bytes that were sent.
-        given = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
+        scheme, given = authorization.partition(" ")[0], _given_hash(authorization)
         # All are compared, so that the time tells nothing about which one is near.
         matches = [hmac.compare_digest(given, known) for known in self.key_hashes]
         if scheme.lower() != "bearer" or not any(matches):
             raise InvalidKeyError("a valid API key is needed: Authorization: Bearer KEY")
+
+
+def _given_hash(authorization: str) -> str:
+    key = authorization.partition(" ")[2]
+    # Headers are read as latin-1; so these are the bytes that were sent.
+    return hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
 
 
 def check_media_type(headers: Mapping[str, str]) -> None:

@@ -41,6 +41,23 @@ class ChatRequest:
     def streamed(self) -> bool:
         return self.fields.get("stream") is True
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of the messages, in order."""
+        return tuple(message["role"] for message in self.fields["messages"])
+
+    @property
+    def choices(self) -> int:
+        """How many answers are asked for; vLLM refuses a number that is none."""
+        n = self.fields.get("n")
+        return n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with a count of tokens."""
+        options = self.fields.get("stream_options")
+        return isinstance(options, dict) and options.get("include_usage") is True
+
     def to_json(self, spec: MiaSpec | None = None) -> bytes:
         """The body for vLLM, asking for ``spec`` if there is one."""
         fields = self.fields

@@ -10,15 +10,16 @@ import time
 from contextlib import AbstractAsyncContextManager
 
 from guard.mia.spec import MiaSpec
-from guard.policy import Decision
+from guard.policy import Decision, Judges, Question, RequestFacts
 from guard.proxy.access import check_media_type
 from guard.proxy.answer import Answer
 from guard.proxy.body import ChatRequest, parse_chat_request
 from guard.proxy.errors import BlockedError, GuardUnavailableError, SteeringError
 from guard.proxy.exchange import Exchange
+from guard.proxy.refusal import refuse
 from guard.proxy.relay import relay
 from guard.proxy.services import Services
-from guard.proxy.verdict import decide, spec_refusal
+from guard.proxy.verdict import ShadowRefusedError, decide, spec_refusal
 
 
 async def chat(services: Services, exchange: Exchange) -> None:
@@ -31,41 +32,76 @@ async def chat(services: Services, exchange: Exchange) -> None:
     began_s = time.perf_counter()
     request = parse_chat_request(raw)
     record.model, record.streamed = request.model, request.streamed
-    await exchange.until_client_leaves(_guarded(services, exchange, request, began_s))
+    judges = _judges(services, exchange, request)
+    await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
 
 
-async def _guarded(services: Services, exchange: Exchange, request: ChatRequest, began_s: float) -> None:
+def _judges(services: Services, exchange: Exchange, request: ChatRequest) -> Judges:
+    """The policies for this request, from now to its end, whatever is reloaded meanwhile."""
+    record = exchange.record
+    facts = RequestFacts(
+        record.request_id,
+        record.route,
+        request.model,
+        services.access.key_hash(exchange.headers),
+        headers=exchange.headers,
+    )
+    judges, record.assignment = services.policies.current.choose(facts)
+    record.policy, record.policy_hash = judges.live.name, judges.live.hash
+    exchange.label = judges.live.label
+    return judges
+
+
+async def _guarded(
+    services: Services, exchange: Exchange, request: ChatRequest, judges: Judges, began_s: float
+) -> None:
     """The answer that the policy wants."""
-    policy, record = services.policy, exchange.record
-    body = request.to_json(policy.spec if policy.reads else None)
+    record, asked = exchange.record, judges.ask(request.roles)
     sent_s = time.perf_counter()
     record.own_s = sent_s - began_s
     try:
-        async with _ask(services, exchange, body, early=not request.streamed) as opening:
-            decision = await decide(policy, opening, record, sent_s)
-            if decision is None:
-                return await relay(exchange, await opening)
-            _refuse(decision)
-            if not decision.steer and await spec_refusal(await opening) is None:
-                return await relay(exchange, await opening)
-        # Left, the first request is closed, and vLLM stops answering it.
-        await _ask_again(services, exchange, request, policy.steered(decision) if decision.steer else None)
+        try:
+            await _judged(services, exchange, request, judges, asked)
+        except ShadowRefusedError as error:
+            # What a shadow policy cannot have must not cost the live one its scores.
+            await _judged(services, exchange, request, judges, judges.ask_alone(request.roles, str(error)))
     finally:
         record.upstream_s = time.perf_counter() - sent_s
 
 
-def _refuse(decision: Decision) -> None:
-    """Raises for a decision to block; the client can tell a hit from a guard that could not measure."""
-    if decision.action != "block":
-        return
-    blocking = next(hit for hit in decision.hits if hit.rule == decision.rule)
-    if blocking.on_error:
-        raise GuardUnavailableError(f"rule {blocking.rule} lets nothing pass that the guard cannot measure")
-    raise BlockedError(f"{decision.message} (rule {blocking.rule})")
+async def _judged(
+    services: Services, exchange: Exchange, request: ChatRequest, judges: Judges, asked: Question
+) -> None:
+    sent_s = time.perf_counter()
+    body = request.to_json(asked.spec if asked.spec.asks else None)
+    async with _ask(services, exchange, body, early=not request.streamed) as opening:
+        decision = await decide(judges, asked, opening, exchange.record, sent_s)
+        if decision is None:
+            return await relay(exchange, await opening)
+        again = decision.action == "block" or decision.steer or await spec_refusal(await opening) is not None
+        if not again:
+            return await relay(exchange, await opening)
+    # Left, the first request is closed, and vLLM stops answering it.
+    if decision.action == "block":
+        return await _block(exchange, request, decision)
+    await _ask_again(
+        services, exchange, request, judges.live.steered(decision, request.roles) if decision.steer else None
+    )
+
+
+async def _block(exchange: Exchange, request: ChatRequest, decision: Decision) -> None:
+    """Raises, unless the policy wants an answer; the client can tell a hit from a guard that could not measure."""
+    if decision.by is None:
+        raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
+    if decision.by.respond == "error":
+        raise BlockedError(f"{decision.message} (rule {decision.rule})")
+    await refuse(exchange, request, decision.message)
 
 
 async def _ask_again(services: Services, exchange: Exchange, request: ChatRequest, spec: MiaSpec | None) -> None:
     """The answer is generated anew: steered, or without what the engine refused to read and the policy can spare."""
+    if spec is None:
+        exchange.record.armed = ()
     async with _ask(services, exchange, request.to_json(spec), early=False) as opening:
         answer = await opening
         if refusal := await spec_refusal(answer):

@@ -23,7 +23,14 @@ def monitor_routes(services: Services) -> APIRouter:
     async def ready() -> JSONResponse:
         healthy = await services.upstream.healthy()
         state = {"status": "ok", "engine": "ok"} if healthy else {"status": "unavailable", "engine": "unavailable"}
-        return JSONResponse({**state, "policy": services.policy.label}, 200 if healthy else 503)
+        policies = services.policies
+        # Whoever can reach the port may ask: what is wrong with a file is for the log.
+        now = {
+            "policy": policies.current.default.live.label,
+            "policies_version": policies.current.hash[:12],
+            "policies_reload": "ok" if policies.error is None else "failed",
+        }
+        return JSONResponse({**state, **now}, 200 if healthy else 503)
 
     async def metrics(request: Request) -> Response:
         try:

@@ -21,11 +21,15 @@ FIELD_START = b',"mia":' + EVENT_START
 
 @dataclass(frozen=True)
 class Finding:
-    """The readouts of the prompt, or why there are none. ``arrived_s``: when their bytes were there."""
+    """The readouts of the prompt, or why there are none. ``arrived_s``: when their bytes were there.
+
+    ``timed_out``: there are none because they did not come in time.
+    """
 
     readouts: Readouts | None
     reason: str = ""
     arrived_s: float = field(default_factory=time.perf_counter)
+    timed_out: bool = False
 
 
 def from_event(text: bytes, arrived_s: float) -> Finding:

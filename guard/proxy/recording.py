@@ -41,7 +41,9 @@ class Recorded:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1000})
             return
-        services, policy = self._services, self._services.policy
+        services = self._services
+        # Until it is known who asks for what, the default policy stands for the request.
+        policy = services.policies.current.default.live
         record = RequestRecord(request_id(Headers(scope=scope)), self._route, policy.name, policy.hash)
         in_flight = services.metrics.in_flight.labels(self._route)
         services.under_way += 1

@@ -1,4 +1,4 @@
-"""What every request of one proxy process shares: the settings, the bound policy, and the open resources.
+"""What every request of one proxy process shares: the settings, the policies, and the open resources.
 
 Owns building and closing them. Holds nothing of any request but how many are under way.
 """
@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from guard.policy import bind, build_detectors, load_policy
+from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
+from guard.policy.store import Reload
 from guard.proxy.access import Access
 from guard.proxy.upstream import Upstream
 from guard.settings import Settings
@@ -24,16 +25,15 @@ DRAIN_LIMIT_S = 2.0
 
 
 class Services:
-    """Raises ``PolicyError`` when the policy cannot be used with this model's calibrations."""
+    """Raises ``PolicyError`` when the policies cannot be used with this model's calibrations."""
 
     def __init__(self, settings: Settings) -> None:
-        loaded = load_policy(settings.policy)
         self.settings = settings
-        self.policy = bind(loaded, build_detectors(loaded, settings.config_key, settings.model_configs))
+        self.policies = PolicyStore(settings.policy, self._bound, self._reloaded)
+        first = self.policies.current.default.live
         self.access = Access(settings.api_key_hashes)
-        self.metrics = Metrics(
-            self.policy.name, self.policy.hash, ROUTES, self.policy.rule_names, self.policy.detector_kinds
-        )
+        self.metrics = Metrics(first.name, first.hash, ROUTES, first.rule_names, first.detector_kinds)
+        self._announce(self.policies.current)
         self.ledger = Ledger(settings.ledger, self.metrics.count_entries)
         self.upstream = Upstream(settings)
         self.under_way = 0
@@ -41,10 +41,32 @@ class Services:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """From start to stop. The ledger closes last, when requests that were cut have written their entry."""
-        with self.ledger:
-            async with self.upstream:
-                yield
-                await self._drained()
+        watching = asyncio.create_task(self.policies.watch(), name="policies")
+        try:
+            with self.ledger:
+                async with self.upstream:
+                    yield
+                    await self._drained()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    def _bound(self, loaded: LoadedPolicy) -> BoundPolicy:
+        return bind(loaded, build_detectors(loaded, self.settings.config_key, self.settings.model_configs))
+
+    def _reloaded(self, result: Reload, policies: PolicySet) -> None:
+        if result == "success":
+            self._announce(policies)
+        self.metrics.count_reload(result)
+
+    def _announce(self, policies: PolicySet) -> None:
+        """Make room for what requests that these policies judge will be counted under, before any is."""
+        for one in policies.policies:
+            self.metrics.add_policy(one.name, one.rule_names, one.detector_kinds)
+        for live, shadow in policies.selection.pairs:
+            if shadow is not None:
+                self.metrics.add_shadow(live, shadow)
+        self.metrics.show_policies({one.name: one.hash for one in policies.policies})
 
     async def _drained(self) -> None:
         try:

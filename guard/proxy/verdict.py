@@ -10,43 +10,70 @@ import asyncio
 import json
 import time
 
-from guard.policy import BoundPolicy, Decision
+from guard.policy import Decision, Judges, Question
 from guard.proxy.answer import Answer, PlainAnswer
 from guard.proxy.readouts import Finding
-from guard.telemetry.record import RequestRecord
+from guard.telemetry.record import Beside, RequestRecord
+
+
+class ShadowRefusedError(Exception):
+    """The engine cannot read what was asked, of which a part is the shadow policy's alone. The message says why."""
 
 
 async def decide(
-    policy: BoundPolicy, opening: asyncio.Task[Answer], record: RequestRecord, sent_s: float
+    judges: Judges, asked: Question, opening: asyncio.Task[Answer], record: RequestRecord, sent_s: float
 ) -> Decision | None:
-    """The decision, put on the record too. None when there is nothing to judge: vLLM refused the request."""
-    if not policy.reads:
-        record.decision = policy.decide({})
-        return record.decision
-    finding = await _find(policy, opening)
+    """The decision, put on the record too. None when there is nothing to judge: vLLM refused the request.
+
+    Raises ``ShadowRefusedError``.
+    """
+    if not asked.reads:
+        return _judge(judges, asked, Finding(None, "nothing was measured"), record)
+    finding = await _find(judges, asked, opening)
     if finding is None:
         return None
     if finding.readouts is not None:
         record.upstream_first_byte_s = finding.arrived_s - sent_s
         record.prompt_tokens = finding.readouts.prompt_tokens
-    record.scores = policy.scores(finding.readouts, finding.reason)
-    record.decision = policy.decide(record.scores)
+    decision = _judge(judges, asked, finding, record)
     decided_s = time.perf_counter()
     record.verdict_s = decided_s - sent_s
     record.own_s += decided_s - finding.arrived_s
-    return record.decision
+    return decision
 
 
-async def _find(policy: BoundPolicy, opening: asyncio.Task[Answer]) -> Finding | None:
+def _judge(judges: Judges, asked: Question, finding: Finding, record: RequestRecord) -> Decision:
+    scores = judges.scores(asked, finding.readouts, finding.reason, timed_out=finding.timed_out)
+    decision, would = judges.decide(scores)
+    record.scores, record.measured, record.decision = scores.live, judges.live.digests, decision
+    record.armed = asked.armed
+    if would is not None and judges.shadow is not None:
+        shadow = judges.shadow
+        record.shadow = Beside(shadow.name, shadow.hash, scores.shadow, shadow.digests, would)
+    return decision
+
+
+async def _find(judges: Judges, asked: Question, opening: asyncio.Task[Answer]) -> Finding | None:
+    hold_s = judges.hold_s(asked)
+    # Scores that nobody acts on are worth recording, and not worth waiting for.
+    limit_s = hold_s or judges.live.prompt_timeout_s
     try:
-        async with asyncio.timeout(policy.prompt_timeout_s):
+        async with asyncio.timeout(limit_s):
             answer = await asyncio.shield(opening)
             if isinstance(answer, PlainAnswer) and answer.failed:
-                refusal = await spec_refusal(answer)
-                return None if refusal is None else Finding(None, f"the engine refuses: {refusal}")
-            return await answer.find(patient=policy.enforces)
+                return await _refused(judges, asked, answer)
+            return await answer.find(patient=hold_s > 0)
     except TimeoutError:
-        return Finding(None, f"no readouts within {policy.prompt_timeout_s:g} s")
+        return Finding(None, f"no readouts within {limit_s:g} s", timed_out=True)
+
+
+async def _refused(judges: Judges, asked: Question, answer: PlainAnswer) -> Finding | None:
+    refusal = await spec_refusal(answer)
+    if refusal is None:
+        return None
+    if any(key not in asked.known for key in judges.only_beside):
+        raise ShadowRefusedError(f"the engine refuses: {refusal}")
+    return Finding(None, f"the engine refuses: {refusal}")
 
 
 async def spec_refusal(answer: Answer) -> str | None:

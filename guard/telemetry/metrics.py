@@ -13,8 +13,10 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from detectors.base import ScoreStatus
+from guard.policy.store import Reload
 from guard.telemetry.ledger import Result
-from guard.telemetry.record import Outcome, RequestRecord
+from guard.telemetry.record import Beside, Outcome, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 ACTIONS = ("none", "allow", "flag", "steer", "block")
@@ -28,7 +30,10 @@ SCORE_BUCKETS = tuple(step / 20 for step in range(21))
 
 
 class Metrics:
-    """All series of one proxy. ``routes``, ``rules`` and ``detectors`` (name to kind) bound the labels."""
+    """All series of one proxy. ``routes``, ``rules`` and ``detectors`` (name to kind) bound the labels.
+
+    The policy given first is the one that judges at start; ``add_policy`` makes room for others.
+    """
 
     def __init__(
         self,
@@ -38,7 +43,9 @@ class Metrics:
         rules: Sequence[str],
         detectors: Mapping[str, str],
     ) -> None:
-        self._kinds = dict(detectors)
+        self._kinds: dict[tuple[str, str], str] = {}
+        self._routes = tuple(routes)
+        self._shown: dict[str, str] = {}
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "guard_requests_total",
@@ -101,25 +108,64 @@ class Metrics:
             registry=registry,
         )
         self.policy_info = Gauge(
-            "guard_policy_info", "1 for the policy that judges requests.", ("policy", "hash"), registry=registry
+            "guard_policy_info", "1 for each policy that may judge requests.", ("policy", "hash"), registry=registry
         )
-        self.policy_info.labels(policy, policy_hash).set(1)
-        self._create_series(policy, routes, rules)
-
-    def _create_series(self, policy: str, routes: Sequence[str], rules: Sequence[str]) -> None:
-        for route, action, outcome in product(routes, ACTIONS, get_args(Outcome)):
-            self.requests.labels(route, policy, action, outcome)
-        for rule, action, mode in product(rules, HIT_ACTIONS, ("enforce", "shadow")):
-            self.rule_hits.labels(policy, rule, action, mode)
-        for name, kind in self._kinds.items():
-            self.detector_scores.labels(name, kind)
-            for status in ("scored", "unavailable"):
-                self.detector_results.labels(name, kind, status)
+        self.shadow_decisions = Counter(
+            "guard_shadow_decisions_total",
+            "Decisions of a policy (action) and what the shadow policy beside it would have done (would).",
+            ("policy", "shadow", "action", "would"),
+            registry=registry,
+        )
+        self.policy_reloads = Counter(
+            "guard_policy_reloads_total",
+            "Changes of policy files: success, failure (the policies before them stay), noop (they say the same).",
+            ("result",),
+            registry=registry,
+        )
+        self.policy_loaded = Gauge(
+            "guard_policy_loaded_timestamp_seconds",
+            "When the policies that judge now were loaded, in seconds since 1970.",
+            registry=registry,
+        )
         for route in routes:
             for by_route in (self.own, self.verdict, self.upstream_first_byte, self.upstream, self.in_flight):
                 by_route.labels(route)
         for result in get_args(Result):
             self.ledger_entries.labels(result)
+        for reload_result in get_args(Reload):
+            self.policy_reloads.labels(reload_result)
+        self.add_policy(policy, rules, detectors)
+        self.show_policies({policy: policy_hash})
+
+    def add_policy(self, policy: str, rules: Sequence[str], detectors: Mapping[str, str]) -> None:
+        """Create the series of one policy. Those of rules that it had before stay."""
+        for route, action, outcome in product(self._routes, ACTIONS, get_args(Outcome)):
+            self.requests.labels(route, policy, action, outcome)
+        for rule, action, mode in product(rules, HIT_ACTIONS, ("enforce", "shadow")):
+            self.rule_hits.labels(policy, rule, action, mode)
+        for name, kind in detectors.items():
+            self._kinds[policy, name] = kind
+            self.detector_scores.labels(name, kind)
+            for status in get_args(ScoreStatus):
+                self.detector_results.labels(name, kind, status)
+
+    def add_shadow(self, policy: str, shadow: str) -> None:
+        """Create the series of a shadow policy beside another."""
+        for action, would in product(HIT_ACTIONS, HIT_ACTIONS):
+            self.shadow_decisions.labels(policy, shadow, action, would)
+
+    def show_policies(self, hashes: Mapping[str, str]) -> None:
+        """Say which policies may judge from now on, by the hash of each."""
+        for name, hash_ in self._shown.items():
+            if hashes.get(name) != hash_:
+                self.policy_info.remove(name, hash_)
+        for name, hash_ in hashes.items():
+            self.policy_info.labels(name, hash_).set(1)
+        self._shown = dict(hashes)
+        self.policy_loaded.set_to_current_time()
+
+    def count_reload(self, result: Reload) -> None:
+        self.policy_reloads.labels(result).inc()
 
     def count(self, record: RequestRecord) -> None:
         """Add one finished request."""
@@ -128,9 +174,12 @@ class Metrics:
         for hit in record.decision.hits if record.decision else ():
             self.rule_hits.labels(record.policy, hit.rule, hit.action, hit.mode).inc()
         for name, score in record.scores.items():
-            self.detector_results.labels(name, self._kinds[name], score.status).inc()
+            kind = self._kinds[record.policy, name]
+            self.detector_results.labels(name, kind, score.status).inc()
             if score.value is not None:
-                self.detector_scores.labels(name, self._kinds[name]).observe(score.value)
+                self.detector_scores.labels(name, kind).observe(score.value)
+        if record.shadow is not None:
+            self._count_shadow(record, record.shadow)
         if record.decision:
             self.own.labels(route).observe(record.own_s)
         for histogram, duration_s in (
@@ -140,6 +189,11 @@ class Metrics:
         ):
             if duration_s is not None:
                 histogram.labels(route).observe(duration_s)
+
+    def _count_shadow(self, record: RequestRecord, shadow: Beside) -> None:
+        for hit in shadow.decision.hits:
+            self.rule_hits.labels(shadow.policy, hit.rule, hit.action, "shadow").inc()
+        self.shadow_decisions.labels(record.policy, shadow.policy, record.action, shadow.decision.action).inc()
 
     def count_entries(self, result: Result, entries: int) -> None:
         self.ledger_entries.labels(result).inc(entries)

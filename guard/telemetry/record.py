@@ -33,6 +33,17 @@ its answer ended too early. ``stopped``: the proxy was told to stop."""
 MAX_MODEL_CHARACTERS = 128
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a shadow policy made of the request. ``measured``: detector -> what its score depends on, short."""
+
+    policy: str
+    policy_hash: str
+    scores: Mapping[str, Score]
+    measured: Mapping[str, str]
+    decision: Decision
+
+
 @dataclass
 class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds."""
@@ -45,8 +56,12 @@ class RequestRecord:
     started_s: float = field(default_factory=time.perf_counter)
     model: str | None = None
     streamed: bool = False
+    assignment: str | None = None
     scores: Mapping[str, Score] = field(default_factory=dict)
+    measured: Mapping[str, str] = field(default_factory=dict)
     decision: Decision | None = None
+    armed: tuple[str, ...] = ()
+    shadow: Beside | None = None
     outcome: Outcome = "internal_error"
     error_code: str | None = None
     status: int | None = None
@@ -80,14 +95,16 @@ class RequestRecord:
             "streamed": self.streamed,
             "policy": self.policy,
             "policy_hash": self.policy_hash,
+            "assignment": self.assignment,
             "action": self.action,
             "would": decision.would if decision else "none",
             "rule": decision.rule if decision else None,
             "reason": decision.reason if decision else None,
             "rules": self.rules,
             "hits": [_hit(hit) for hit in decision.hits] if decision else [],
-            "scores": {name: score.value for name, score in self.scores.items()},
-            "detectors": {name: _status(score) for name, score in self.scores.items()},
+            "armed": list(self.armed),
+            **_scores(self.scores, self.measured),
+            "shadow": _beside(self.shadow) if self.shadow else None,
             "outcome": self.outcome,
             "error_code": self.error_code,
             "status": self.status,
@@ -110,14 +127,20 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "streamed": "Whether it asked for a stream.",
     "policy": "Name of the policy that judged it.",
     "policy_hash": "SHA-256 of the policy's content.",
+    "assignment": "The assignment of selection.yaml that chose the policy; null for its default.",
     "action": "allow, flag, steer or block; none when it did not come to a decision.",
     "would": "The action if shadow rules were enforced too.",
     "rule": "The rule that decided.",
     "reason": "Its condition, with the scores.",
     "rules": "All enforced rules that hit.",
     "hits": "Rules that hit or could not be judged, shadow rules too, each with its reason.",
+    "armed": "Rules whose gated steering went with the request: the engine opened it, or not.",
     "scores": "Score of each detector; null when there is none.",
-    "detectors": "scored, or unavailable and why.",
+    "detectors": "scored, or unavailable or not_applicable and why.",
+    "timed_out": "Detectors that are unavailable because their score did not come in time.",
+    "measured": "What each score depends on, as KIND@HASH: scores compare where these are the same.",
+    "shadow": "What the shadow policy beside would have done: policy, policy_hash, action, rule, reason, hits, scores, "
+    "detectors, timed_out, measured, all as above; null without one.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
@@ -126,6 +149,27 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "decision; upstream_first_byte; upstream: until its answer ended.",
 }
 """Each field of a ledger entry and what it means."""
+
+
+def _scores(scores: Mapping[str, Score], measured: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "scores": {name: score.value for name, score in scores.items()},
+        "detectors": {name: _status(score) for name, score in scores.items()},
+        "timed_out": [name for name, score in scores.items() if score.timed_out],
+        "measured": {name: measured[name] for name in scores if name in measured},
+    }
+
+
+def _beside(shadow: Beside) -> dict[str, Any]:
+    return {
+        "policy": shadow.policy,
+        "policy_hash": shadow.policy_hash,
+        "action": shadow.decision.action,
+        "rule": shadow.decision.rule,
+        "reason": shadow.decision.reason,
+        "hits": [_hit(hit) for hit in shadow.decision.hits],
+        **_scores(shadow.scores, shadow.measured),
+    }
 
 
 def _hit(hit: RuleHit) -> dict[str, Any]:

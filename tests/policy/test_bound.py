@@ -11,8 +11,9 @@ import pytest
 
 from detectors.base import CapturePlan, Score
 from guard.mia.results import AttentionReadout, HiddenReadout, Readout, Readouts
-from guard.mia.spec import AttentionCapture, HiddenCapture
+from guard.mia.spec import AttentionCapture, Gate, HiddenCapture, parse_spec
 from guard.policy import PolicyError, bind, load_policy
+from guard.policy.measuring import question
 
 POLICY = """\
 version: 1
@@ -126,11 +127,120 @@ def test_a_detector_that_raises_gives_no_score_and_the_others_do(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("action: redact\n    redact: {messages: user}", "9: rules.0.action: this version of the proxy cannot"),
+        ("action: route\n    route: {model: m}\n    mode: shadow", "cannot carry out action route"),
+        (
+            "action: flag\n    stage: output",
+            "10: rules.0.stage: this version of the proxy cannot carry out stage output",
+        ),
+    ],
+)
+def test_what_the_proxy_cannot_carry_out_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    loaded = load(tmp_path, POLICY.replace("action: block", text, 1))
+    with pytest.raises(PolicyError) as caught:
+        bind(loaded, {"one": Fake(), "two": Fake()})
+    assert message in str(caught.value)
+
+
+SCOPED = POLICY.replace("two: {kind: fake, spans: {data: tool}}", "two: {kind: fake, spans: {data: new_tool_results},\n"
+                        "    scope: new_tool_results}")  # fmt: skip
+
+
+def test_a_detector_asks_for_nothing_where_the_conversation_has_nothing_in_its_scope(tmp_path: Path) -> None:
+    policy = bind(load(tmp_path, SCOPED), {"one": Fake(), "two": Fake()})
+    asked = question(policy.measurements.values(), ("system", "user"))
+    assert set(asked.spec.hidden) == {"one.h"}
+    scores = asked.scores(policy.measurements, readouts(0.1, 0.95), "", False)
+    assert (scores["one"].status, scores["two"].status) == ("scored", "not_applicable")
+    assert policy.decide(scores).action == "allow"
+    asked = question(policy.measurements.values(), ("system", "user", "assistant", "tool"))
+    assert asked.spec.spans["two.data"] == ("message.3",)
+    assert policy.decide(asked.scores(policy.measurements, readouts(0.1, 0.95), "", False)).action == "block"
+
+
+def test_a_span_that_means_no_message_makes_its_detector_unavailable_and_not_clean(tmp_path: Path) -> None:
+    text = POLICY.replace("data: tool", "data: new_tool_results")
+    policy = bind(load(tmp_path, text), {"one": Fake(), "two": Fake()})
+    asked = question(policy.measurements.values(), ("user",))
+    scores = asked.scores(policy.measurements, readouts(0.1, 0.95), "", False)
+    assert scores["two"] == Score("unavailable", reason="no message is meant by new_tool_results")
+    assert policy.decide(scores).hits[0].on_error
+
+
+GATED = POLICY.replace("coefficient: 2}]", "coefficient: 2, phase: decode}]\n    gate: {GATE}")
+
+
+@pytest.mark.parametrize("armed", [False, True])
+def test_a_gate_on_a_probe_becomes_a_gate_of_the_spec_with_the_capture_it_reads(tmp_path: Path, armed: bool) -> None:
+    text = GATED.replace("{GATE}", "{probe: drift, above: 1.5}")
+    if armed:
+        text = text.replace("    when: {detector: one, at_least: 0.5}\n", "")
+    policy = bind(load(tmp_path, text), {"one": Fake(), "two": Fake()})
+    decision = policy.decide(policy.scores(readouts(0.6, 0.1)))
+    assert decision.action == ("allow" if armed else "steer")
+    spec = policy.steered(decision)
+    ((name, capture),) = spec.probes.items()
+    assert (capture.probe, capture.positions) == ("drift", "generated")
+    assert spec.steer[0].gate == Gate(readout=name, above=1.5)
+    assert not spec.hidden
+    assert [one.rule for one in policy.armed] == (["calm"] if armed else [])
+
+
+def test_a_gate_on_a_detectors_attention_reads_what_the_detector_reads(tmp_path: Path) -> None:
+    text = GATED.replace("{GATE}", "{detector: two, span: instruction, below: 0.2}")
+    policy = bind(load(tmp_path, text), {"one": Fake(), "two": Fake()})
+    spec = policy.steered(policy.decide(policy.scores(readouts(0.6, 0.1))))
+    assert spec.steer[0].gate == Gate(readout="two.a", span="two.instruction", below=0.2)
+    assert spec.attention == {"two.a": policy.spec.attention["two.a"]}
+    assert spec.spans["two.data"] == ("tool",)
+    assert parse_spec(spec.to_wire()) == spec
+
+
+def test_an_armed_steering_in_shadow_mode_is_not_sent(tmp_path: Path) -> None:
+    text = GATED.replace("{GATE}", "{probe: drift, above: 1.5}").replace(
+        "    when: {detector: one, at_least: 0.5}\n", "    mode: shadow\n"
+    )
+    assert bind(load(tmp_path, text), {"one": Fake(), "two": Fake()}).armed == ()
+
+
+def test_more_vectors_than_an_engine_takes_are_refused_when_the_policy_is_loaded(tmp_path: Path) -> None:
+    vectors = ", ".join(["{vector: calm, layer: 3, coefficient: 2}"] * 5)
+    loaded = load(tmp_path, POLICY.replace("{vector: calm, layer: 3, coefficient: 2}", vectors))
+    with pytest.raises(PolicyError, match=r"13: rules\.1\.steer: more than one request can ask for"):
+        bind(loaded, {"one": Fake(), "two": Fake()})
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("{detector: two, span: nowhere, below: 0.2}", "reads the attention on 'nowhere' 0 times"),
+        ("{detector: three, span: data, below: 0.2}", "rule 'calm' uses detectors that are not defined: three"),
+    ],
+)
+def test_a_gate_that_reads_nothing_is_refused(tmp_path: Path, gate: str, message: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        bind(load(tmp_path, GATED.replace("{GATE}", gate)), {"one": Fake(), "two": Fake()})
+    assert message in str(caught.value)
+
+
+def test_scores_of_two_policies_compare_when_they_measure_the_same(tmp_path: Path) -> None:
+    def digests(text: str) -> dict[str, str]:
+        return dict(bind(load(tmp_path, text), {"one": Fake(), "two": Fake()}).digests)
+
+    before, after = digests(POLICY), digests(POLICY.replace("data: tool", "data: user"))
+    assert before["one"] == after["one"]
+    assert before["two"] != after["two"]
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("at_least: strict", "at_least: lax", "8: rules.0.when: one has no threshold 'lax'; it has strict"),
         ("spans: {data: tool}", "spans: {date: tool}", "5: detectors.two.spans: fake has no span 'date'"),
         ("vector: calm", "vector: wild", "13: rules.1.steer: no steering vector 'wild'; there are: calm"),
+        ("at_least: strict", "at_least: strict, below: 0.5", "8: rules.0.when: no score of one is at least 0.8 and"),
     ],
 )
 def test_names_that_do_not_exist_are_reported_at_their_line(tmp_path: Path, old: str, new: str, message: str) -> None:

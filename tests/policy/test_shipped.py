@@ -1,21 +1,44 @@
-"""What ships: every policy loads, and the generated reference page is the schema's."""
+"""What ships: every policy loads and passes its tests, and the generated reference page is the schema's."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from guard.data import data_folder
 from guard.policy import load_policy
+from guard.policy.cases import cases_beside, run_cases
 from guard.policy.lint import lint
 from guard.policy.reference import reference
+from guard.policy.selection import Selection
 
 ROOT = Path(__file__).resolve().parents[2]
-POLICIES = sorted(data_folder("policies").glob("*.yaml"))
+TESTS = sorted(data_folder("policies").glob("*.tests.yaml"))
+POLICIES = sorted(set(data_folder("policies").glob("*.yaml")) - set(TESTS))
+
+
+def test_the_policies_that_issue_and_pages_name_ship() -> None:
+    assert {path.stem for path in POLICIES} == {"default", "strict", "observe", "rag", "agent"}
 
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
 def test_a_shipped_policy_loads_and_is_named_after_its_file(path: Path) -> None:
     assert load_policy(path).policy.name == path.stem
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
+def test_a_shipped_policy_passes_the_tests_beside_it_and_they_leave_no_rule_out(path: Path) -> None:
+    report = run_cases(cases_beside(path))
+    assert [outcome for outcome in report.outcomes if outcome.failure] == []
+    assert report.untested == ()
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
+def test_a_shipped_policy_tells_editors_where_its_schema_is(path: Path) -> None:
+    for file, kind in ((path, "policy"), (cases_beside(path), "tests")):
+        line = file.read_text().splitlines()[0]
+        assert line == f"# yaml-language-server: $schema=schema/{kind}.schema.json"
 
 
 def test_lint_reports_every_file_and_fails_when_one_is_bad(tmp_path: Path) -> None:
@@ -37,6 +60,12 @@ def test_with_a_model_lint_knows_its_thresholds_and_steering_vectors(tmp_path: P
         assert lint([tmp_path / "bad.yaml"], said.append) == 0
         assert lint([tmp_path / "bad.yaml"], said.append, config_key=key, model_configs=folder) == 1
         assert new.removesuffix("}").split()[-1] in said[-1]
+
+
+def test_the_selection_in_the_operators_page_is_one() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    shown = Selection.model_validate(yaml.safe_load(text))
+    assert (shown.default, shown.shadow, shown.assignments[0].percent) == ("default", "candidate", 5)
 
 
 def test_the_reference_page_is_up_to_date() -> None:

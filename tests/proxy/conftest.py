@@ -96,15 +96,18 @@ async def eventually(condition: Callable[[], bool], limit_s: float = 5.0) -> Non
 
 @pytest.fixture
 def start_proxy(tmp_path: Path) -> StartProxy:
-    """Starts a proxy with ``policy`` in front of ``engine``, which need not run, with other settings as given."""
+    """Starts a proxy with ``policy``, or the files at ``path``, in front of
+    ``engine``, which need not run, with other settings as given."""
     write_probe(tmp_path / "model_configs" / "probe")
 
     @asynccontextmanager
-    async def start(engine: FakeEngine, policy: str = POLICY, **settings: Any) -> AsyncIterator[Proxy]:
+    async def start(
+        engine: FakeEngine, policy: str = POLICY, path: Path | None = None, **settings: Any
+    ) -> AsyncIterator[Proxy]:
         (tmp_path / "policy.yaml").write_text(policy)
         given = {
             "upstream": engine.url,
-            "policy": tmp_path / "policy.yaml",
+            "policy": path or tmp_path / "policy.yaml",
             "config_key": "tiny",
             "model_configs": tmp_path / "model_configs",
             "ledger": tmp_path / "ledger.jsonl",

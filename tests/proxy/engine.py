@@ -40,6 +40,7 @@ class FakeEngine:
     later_error: int | None = None
     refuses_reading: bool = False
     refuses_steering: bool = False
+    refuses_captures_of: str | None = None
     extra_headers: dict[str, str] = field(default_factory=lambda: {"server": "engine", "x-internal": "secret"})
     served: tuple[str, ...] = ("tiny",)
     url: str = ""
@@ -96,6 +97,10 @@ class FakeEngine:
             status, value, headers = self.error
             return web.json_response(value, status=status, headers=headers)
         spec = self.specs[-1] or {}
+        unread = self.refuses_captures_of
+        if unread is not None and any(name.startswith(unread) for name in spec.get("hidden", {})):
+            error = {"message": "no such layer", "type": "x", "param": "y", "code": "invalid_mia_spec"}
+            return web.json_response({"error": error}, status=400)
         if (self.refuses_reading and "hidden" in spec) or (self.refuses_steering and "steer" in spec):
             error = {"message": "this engine has no such tap", "type": "x", "param": "y", "code": "invalid_mia_spec"}
             return web.json_response({"error": error}, status=400)

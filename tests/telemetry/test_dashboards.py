@@ -19,6 +19,7 @@ README = (FOLDER / "README.md").read_text(encoding="utf-8")
 def exposed() -> dict[str, set[str]]:
     """Names as they are queried, histograms without suffix, to their labels."""
     metrics = Metrics("default", "0" * 64, (CHAT,), ("rule",), {"injection": "probe"})
+    metrics.add_shadow("default", "candidate")
     families = text_string_to_metric_families(metrics.exposition().decode())
     return {
         family.name + ("_total" if family.type == "counter" else ""): {

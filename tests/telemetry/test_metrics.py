@@ -7,7 +7,10 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from detectors.base import Score
+from guard.policy import Decision, RuleHit
 from guard.telemetry.metrics import Metrics
+from guard.telemetry.record import Beside
 from tests.telemetry.records import CHAT, blocked, record
 
 CONTRACT = {
@@ -22,6 +25,9 @@ CONTRACT = {
     "guard_requests_in_flight": {"route"},
     "guard_ledger_entries": {"result"},
     "guard_policy_info": {"policy", "hash"},
+    "guard_policy_loaded_timestamp_seconds": set(),
+    "guard_policy_reloads": {"result"},
+    "guard_shadow_decisions": {"policy", "shadow", "action", "would"},
 }
 """Names and labels that dashboards and alerts rely on. A change here breaks them."""
 
@@ -29,7 +35,9 @@ CONTRACT = {
 @pytest.fixture
 def metrics() -> Metrics:
     detectors = {"injection": "probe", "focus": "attention_tracker"}
-    return Metrics("default", "0" * 64, (CHAT, "other"), ("injection", "distracted"), detectors)
+    metrics = Metrics("default", "0" * 64, (CHAT, "other"), ("injection", "distracted"), detectors)
+    metrics.add_shadow("default", "next")
+    return metrics
 
 
 def series(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -96,6 +104,40 @@ def test_a_request_that_was_refused_does_not_dilute_the_latencies(metrics: Metri
     metrics.count(record(outcome="refused", status=400))
     assert value(metrics, "guard_added_latency_seconds_count", route=CHAT) == 0
     assert value(metrics, "guard_upstream_seconds_count", route=CHAT) == 0
+
+
+def test_a_policy_that_is_loaded_later_has_its_series_before_its_first_request_and_the_old_hash_goes(
+    metrics: Metrics,
+) -> None:
+    metrics.add_policy("next", ("injection", "new"), {"injection": "other_kind"})
+    metrics.show_policies({"next": "1" * 64})
+    before = series(metrics)
+    assert ("guard_policy_info", frozenset({"policy": "next", "hash": "1" * 64}.items())) in before
+    assert ("guard_policy_info", frozenset({"policy": "default", "hash": "0" * 64}.items())) not in before
+    late = blocked()
+    metrics.count(late)  # a request that the policy before it still judged
+    late.policy, late.shadow = "next", None
+    late.scores = {"injection": Score("scored", 0.5)}
+    metrics.count(late)
+    assert value(metrics, "guard_detector_results_total", detector="injection", kind="other_kind", status="scored") == 1
+    metrics.count_reload("failure")
+    assert value(metrics, "guard_policy_reloads_total", result="failure") == 1
+
+
+def test_a_shadow_policy_is_counted_beside_the_live_one_and_its_rules_as_shadows(metrics: Metrics) -> None:
+    metrics.add_policy("next", ("distracted",), {})
+    before = series(metrics).keys()
+    one = blocked()
+    assert one.decision is not None
+    hit = RuleHit("distracted", "flag", "enforce", "why", on_error=False)
+    would = Decision("flag", "distracted", "why", "", (hit,), (), ("distracted",), "flag")
+    one.shadow = Beside("next", "1" * 64, {}, {}, would)
+    metrics.count(one)
+    pair = {"policy": "default", "shadow": "next", "action": "block", "would": "flag"}
+    assert value(metrics, "guard_shadow_decisions_total", **pair) == 1
+    labels = {"policy": "next", "rule": "distracted", "action": "flag", "mode": "shadow"}
+    assert value(metrics, "guard_rule_hits_total", **labels) == 1
+    assert series(metrics).keys() == before
 
 
 def test_names_follow_prometheus_conventions(metrics: Metrics) -> None:

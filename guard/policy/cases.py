@@ -1,0 +1,184 @@
+"""``guard policy test``: tables of scores and the decisions that a policy must come to, in YAML beside it.
+
+Owns the file ``NAME.tests.yaml`` and running it. Needs no model: the file says what the named thresholds are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from detectors.base import Score
+from guard.policy.compiled import Thresholds, compile_rules
+from guard.policy.conditions import DetectorName, Section
+from guard.policy.conversation import matches
+from guard.policy.engine import CompiledRule, decide
+from guard.policy.loading import LoadedPolicy, load_policy
+from guard.policy.measuring import OUT_OF_SCOPE
+from guard.policy.policy_set import TESTS_SUFFIX
+from guard.policy.schema import Action, RuleName, Stage
+from guard.policy.yaml_file import PolicyError, locate, message_at, read_mapping, validated
+
+NoScore = Literal["unavailable", "timeout", "not_applicable"]
+NO_SCORES: dict[str, Score] = {
+    "unavailable": Score("unavailable", reason="given"),
+    "timeout": Score("unavailable", reason="given", timed_out=True),
+    "not_applicable": Score("not_applicable", reason="given"),
+}
+
+
+class Expectation(Section):
+    """What the decision must be. Fields that are not given may be anything."""
+
+    action: Action
+    """What is done."""
+
+    rule: RuleName | None = None
+    """The rule that decides."""
+
+    flags: tuple[RuleName, ...] | None = None
+    """All enforced rules that flag."""
+
+    would: Action | None = None
+    """The action if rules in shadow mode were enforced too."""
+
+
+class Case(Section):
+    """One row of the table."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    """A sentence about behaviour."""
+
+    scores: dict[DetectorName, float | NoScore | str] = {}  # noqa: RUF012 - pydantic copies it
+    """Detector to its score: a number, the name of a threshold (a score just there), or `unavailable`, `timeout`,
+    `not_applicable`. A detector that is not named is unavailable."""
+
+    roles: tuple[str, ...] = ()
+    """The messages' roles, where a detector's `scope` matters; a detector out of its scope is not applicable, whatever
+    its score here. Default: every detector applies."""
+
+    stage: Stage = "prompt"
+    """Which rules are judged."""
+
+    expect: Expectation | Action
+    """The decision; a word alone is the action."""
+
+    @property
+    def expected(self) -> Expectation:
+        return self.expect if isinstance(self.expect, Expectation) else Expectation(action=self.expect)
+
+
+class Cases(Section):
+    """A file of tests."""
+
+    version: Literal[1]
+    """Version of this format."""
+
+    policy: str | None = None
+    """The policy, relative to this file. Default: `NAME.yaml` for `NAME.tests.yaml`."""
+
+    thresholds: dict[DetectorName, dict[str, float]] = {}  # noqa: RUF012 - pydantic copies it
+    """Detector to the numbers that the tests take for its named thresholds, so that they hold for any calibration."""
+
+    tests: tuple[Case, ...]
+    """Rows."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        if not self.tests:
+            raise ValueError("has no tests")
+        names = [case.name for case in self.tests]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"tests share a name: {', '.join(twice)}")
+        return self
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``failure``: what differs, None when nothing does. ``line``: of the test in its file."""
+
+    case: str
+    line: int
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """``untested``: rules that no test makes hit, by a condition that is true."""
+
+    path: Path
+    policy: str
+    outcomes: tuple[Outcome, ...]
+    untested: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(outcome.failure is None for outcome in self.outcomes)
+
+
+def cases_beside(policy: Path) -> Path:
+    """Where a policy's tests lie."""
+    return policy.with_name(policy.stem + TESTS_SUFFIX)
+
+
+def run_cases(path: Path) -> Report:
+    """Run one file of tests. Raises ``PolicyError`` for a file, or its policy, that cannot be used."""
+    root = read_mapping(path)
+    cases = validated(root, Cases)
+    named = cases.policy or path.name.removesuffix(TESTS_SUFFIX) + ".yaml"
+    loaded = load_policy(path.parent / named)
+    rules = compile_rules(loaded, cases.thresholds)
+    outcomes, hit = [], set[str]()
+    for i, case in enumerate(cases.tests):
+        at = ("tests", i)
+        try:
+            scores = _scores(case, loaded, cases.thresholds)
+        except ValueError as error:
+            raise PolicyError(message_at(root, (*at, "scores"), str(error))) from None
+        failure = _failure(case, rules, scores)
+        hit |= {one.rule for one in decide(rules, scores, case.stage).hits if not one.on_error}
+        outcomes.append(Outcome(case.name, locate(root, at).line, failure))
+    untested = tuple(one.rule.name for one in rules if one.check is not None and one.rule.name not in hit)
+    return Report(path, loaded.label, tuple(outcomes), untested)
+
+
+def _scores(case: Case, loaded: LoadedPolicy, thresholds: Thresholds) -> dict[str, Score]:
+    uses = loaded.policy.detectors
+    if unknown := sorted(case.scores.keys() - uses.keys()):
+        raise ValueError(f"the policy has no detector {unknown[0]!r}; it has {', '.join(uses) or 'none'}")
+    found = {name: _score(value, thresholds.get(name, {})) for name, value in case.scores.items()}
+    out = {
+        name: Score("not_applicable", reason=OUT_OF_SCOPE)
+        for name, use in uses.items()
+        if case.roles and use.scope and not matches(use.scope, case.roles)
+    }
+    return found | out
+
+
+def _score(value: float | str, thresholds: Mapping[str, float]) -> Score:
+    if isinstance(value, float):
+        return Score("scored", value)
+    if value in NO_SCORES:
+        return NO_SCORES[value]
+    if value not in thresholds:
+        raise ValueError(f"{value!r} is neither a number nor a threshold of this file; use {', '.join(NO_SCORES)}")
+    return Score("scored", thresholds[value])
+
+
+def _failure(case: Case, rules: Sequence[CompiledRule], scores: Mapping[str, Score]) -> str | None:
+    decision, expected = decide(rules, scores, case.stage), case.expected
+    wrong = [
+        f"{field} is {found}, not {wanted}"
+        for field, wanted, found in (
+            ("action", expected.action, decision.action),
+            ("rule", expected.rule, decision.rule),
+            ("flags", expected.flags, decision.flags),
+            ("would", expected.would, decision.would),
+        )
+        if wanted is not None and wanted != found
+    ]
+    return f"{'; '.join(wrong)} ({decision.reason})" if wrong else None

@@ -1,0 +1,70 @@
+"""One policy from its file: read, merged with what it extends, checked against the schema, and named by a hash.
+
+Owns the way from a file to a ``Policy``. Which of several policies judges a request is ``guard.policy.store``'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from guard.policy.inheritance import read_merged
+from guard.policy.schema import Policy
+from guard.policy.yaml_file import PolicyError, locate, message_at, validated
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy that fits the schema. ``hash``: SHA-256 of its content, the same for any spelling of the same policy.
+
+    ``files``: the policy's own file, and those that it extends.
+    """
+
+    policy: Policy
+    path: Path
+    hash: str
+    root: yaml.Node
+    files: tuple[Path, ...]
+
+    def error(self, location: Sequence[str | int], message: str) -> PolicyError:
+        """An error at a field of this policy, as the schema's own errors are shown."""
+        return PolicyError(message_at(self.root, location, message))
+
+    def file_of(self, location: Sequence[str | int]) -> Path:
+        """The file in which a field was written."""
+        return locate(self.root, location).path
+
+    @property
+    def label(self) -> str:
+        """Name and hash, short, for headers and people."""
+        return f"{self.policy.name}@{self.hash[:12]}"
+
+
+def load_policy(path: Path) -> LoadedPolicy:
+    """Read and check one file. Raises ``PolicyError``, never anything else."""
+    root, files = read_merged(path)
+    policy = validated(root, Policy)
+    # Sorted, so that the hash outlives a field that moves in the schema.
+    content = json.dumps(policy.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
+    return LoadedPolicy(policy, path, hashlib.sha256(content.encode()).hexdigest(), root, files)
+
+
+def digests(loaded: LoadedPolicy) -> dict[str, str]:
+    """Detector -> ``KIND@HASH`` of what its score depends on in a policy. Scores of two policies compare where these
+    are the same."""
+    return {name: f"{use.kind}@{_digest(loaded, name)[:12]}" for name, use in loaded.policy.detectors.items()}
+
+
+def _digest(loaded: LoadedPolicy, name: str) -> str:
+    use = loaded.policy.detectors[name]
+    content = use.model_dump_json(exclude_defaults=True).encode()
+    if use.config is not None and use.config.endswith(".json"):
+        file = loaded.file_of(("detectors", name, "config")).parent / use.config
+        # Two folders may have a file of that name; where it is missing nothing is measured with it.
+        content += file.read_bytes() if file.is_file() else b""
+    return hashlib.sha256(content).hexdigest()

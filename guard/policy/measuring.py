@@ -1,0 +1,152 @@
+"""One detector's way to the engine and back: which captures it needs, and its score from what came.
+
+Owns names on that way: a capture ``c`` of the detector that travels as ``key`` is ``key.c``. Never sees a tensor or
+HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+
+from detectors.base import Detector, Score
+from guard.mia.results import AttentionReadout, Readout, Readouts
+from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, ProbeCapture, Span, Steer
+from guard.policy.conversation import WORDS, ConversationError, matches, resolved
+from guard.policy.schema import DetectorUse
+
+log = logging.getLogger("guard.policy")
+
+OUT_OF_SCOPE = "the request has no message in its scope"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A detector with its captures under the names in which they travel. ``spans`` may still have words."""
+
+    key: str
+    detector: Detector
+    scope: tuple[str, ...]
+    spans: Mapping[str, tuple[str, ...]]
+    hidden: Mapping[str, HiddenCapture]
+    attention: Mapping[str, AttentionCapture]
+
+    @property
+    def depends_on_conversation(self) -> bool:
+        return bool(self.scope) or any(one in WORDS for selectors in self.spans.values() for one in selectors)
+
+    def spans_in(self, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Plain selectors. Raises ``ConversationError``."""
+        return {name: resolved(selectors, roles) for name, selectors in self.spans.items()}
+
+    def score(self, readouts: Readouts) -> Score:
+        prefix = f"{self.key}."
+        own = {
+            key.removeprefix(prefix): _as_detector_named_it(item, prefix)
+            for key, item in readouts.items.items()
+            if key.startswith(prefix)
+        }
+        try:
+            score = self.detector.score(own)
+        except Exception as error:  # a detector may be anybody's, and no score is never clean
+            log.warning("detector %s failed: %s", self.key, type(error).__name__)
+            return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
+        if score.status == "not_applicable":
+            return Score("unavailable", reason="the detector says not_applicable, which only a policy's scope may")
+        if score.status == "scored" and (score.value is None or not isfinite(score.value)):
+            return Score("unavailable", reason="the score is not a number")
+        return score
+
+
+def measurement(key: str, detector: Detector, use: DetectorUse) -> Measurement:
+    """Raises ``ValueError`` for a span that the detector does not have."""
+    plan = detector.plan()
+    if unknown := sorted(use.spans.keys() - plan.spans.keys()):
+        have = ", ".join(sorted(plan.spans)) or "none"
+        raise ValueError(f"{detector.kind} has no span {unknown[0]!r}; it has {have}")
+    return Measurement(
+        key=key,
+        detector=detector,
+        scope=use.scope,
+        spans={f"{key}.{span}": use.spans.get(span, selectors) for span, selectors in plan.spans.items()},
+        hidden={f"{key}.{capture}": wanted for capture, wanted in plan.hidden.items()},
+        attention={
+            f"{key}.{capture}": reading.model_copy(update={"spans": tuple(f"{key}.{span}" for span in reading.spans)})
+            for capture, reading in plan.attention.items()
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Steering:
+    """One rule's vectors, its gate among them if it has one. ``reads``: the key of the detector that the gate reads."""
+
+    rule: str
+    steer: tuple[Steer, ...]
+    probes: Mapping[str, ProbeCapture] = field(default_factory=dict)
+    reads: str | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one request asks of the engine. ``known``: scores by key that need no reading, or that cannot be read.
+
+    ``armed``: rules whose gated steering goes with it.
+    """
+
+    spec: MiaSpec
+    known: Mapping[str, Score]
+    armed: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> bool:
+        """Whether readouts will come that detectors wait for."""
+        return bool(self.spec.hidden or self.spec.attention)
+
+    def scores(
+        self, measurements: Mapping[str, Measurement], readouts: Readouts | None, reason: str, timed_out: bool
+    ) -> dict[str, Score]:
+        """One score for each name. None for ``readouts`` makes each that had to be read unavailable, with
+        ``reason``."""
+        missing = Score("unavailable", reason=reason, timed_out=timed_out)
+        return {
+            name: self.known.get(one.key) or (missing if readouts is None else one.score(readouts))
+            for name, one in measurements.items()
+        }
+
+
+def question(
+    measurements: Iterable[Measurement], roles: Sequence[str] | None, steerings: Sequence[Steering] = ()
+) -> Question:
+    """What to ask for a conversation of messages with these roles; None leaves words in place, for checks alone."""
+    spans: dict[str, Span] = {}
+    hidden: dict[str, HiddenCapture] = {}
+    attention: dict[str, AttentionCapture] = {}
+    known: dict[str, Score] = {}
+    for one in measurements:
+        if roles is not None and one.scope and not matches(one.scope, roles):
+            known[one.key] = Score("not_applicable", reason=OUT_OF_SCOPE)
+            continue
+        try:
+            spans |= one.spans if roles is None else one.spans_in(roles)
+        except ConversationError as error:
+            known[one.key] = Score("unavailable", reason=str(error))
+            continue
+        hidden |= one.hidden
+        attention |= one.attention
+    spec = MiaSpec(
+        spans=spans,
+        hidden=hidden,
+        attention=attention,
+        probes={name: capture for one in steerings for name, capture in one.probes.items()},
+        steer=tuple(steer for one in steerings for steer in one.steer),
+    )
+    return Question(spec, known, tuple(one.rule for one in steerings))
+
+
+def _as_detector_named_it(item: Readout, prefix: str) -> Readout:
+    if isinstance(item, AttentionReadout):
+        return replace(item, mass={span.removeprefix(prefix): mass for span, mass in item.mass.items()})
+    return item

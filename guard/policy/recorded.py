@@ -1,0 +1,100 @@
+"""Decisions of the past, read back from a ledger: what was scored, and what was done about it.
+
+Owns the way from a ledger's line to scores. Lines have no text of a prompt, so neither has anything here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from detectors.base import Score
+
+UNDECIDED = "none"
+"""The action of a request that did not come to a decision."""
+
+
+class LedgerReadError(ValueError):
+    """A ledger that cannot be read, or lacks what was asked for."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One request. ``scores`` by detector's name, ``by_digest`` by what was measured, the shadow policy's among them.
+
+    ``digests`` is empty in lines of versions that did not write them; names are then all there is to go by.
+    """
+
+    request_id: str
+    policy: str
+    action: str
+    rule: str | None
+    reason: str | None
+    assignment: str | None
+    scores: Mapping[str, Score]
+    digests: Mapping[str, str]
+    by_digest: Mapping[str, Score]
+
+    @property
+    def policy_name(self) -> str:
+        return self.policy.partition("@")[0]
+
+    def score(self, name: str, digest: str) -> Score | None:
+        """The score that a policy's detector would have got; None when nothing like it was measured."""
+        return self.by_digest.get(digest) if self.digests else self.scores.get(name)
+
+
+def read_ledger(path: Path) -> Iterator[Recorded | None]:
+    """Every line in order; None for one that is no entry. Raises ``LedgerReadError``."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                yield _parsed(line)
+    except OSError as error:
+        raise LedgerReadError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def find_request(path: Path, request_id: str) -> Recorded:
+    """The last entry of a request. Raises ``LedgerReadError``."""
+    found = [entry for entry in read_ledger(path) if entry is not None and entry.request_id == request_id]
+    if not found:
+        raise LedgerReadError(f"{path}: has no request {request_id!r}")
+    return found[-1]
+
+
+def _parsed(line: str) -> Recorded | None:
+    try:
+        entry = json.loads(line)
+        shadow = entry.get("shadow") or {}
+        scores = _scores(entry)
+        by_digest = {digest: scores[name] for name, digest in entry.get("measured", {}).items()}
+        beside = _scores(shadow) if shadow else {}
+        by_digest |= {digest: beside[name] for name, digest in shadow.get("measured", {}).items()}
+        return Recorded(
+            request_id=str(entry["request_id"]),
+            policy=f"{entry['policy']}@{entry['policy_hash'][:12]}",
+            action=str(entry["action"]),
+            rule=entry["rule"],
+            reason=entry["reason"],
+            assignment=entry.get("assignment"),
+            scores=scores,
+            digests=dict(entry.get("measured", {})),
+            by_digest=by_digest,
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _scores(entry: Mapping[str, Any]) -> dict[str, Score]:
+    late = entry.get("timed_out", [])
+    return {name: _score(value, str(entry["detectors"][name]), name in late) for name, value in entry["scores"].items()}
+
+
+def _score(value: float | None, status: str, late: bool) -> Score:
+    kind, _, reason = status.partition(": ")
+    if kind == "scored" and value is not None:
+        return Score("scored", float(value))
+    return Score("not_applicable" if kind == "not_applicable" else "unavailable", reason=reason, timed_out=late)

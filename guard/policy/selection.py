@@ -1,0 +1,154 @@
+"""Which policy judges a request: by API key, tenant, model, route and headers, and for a share of them.
+
+Owns the file ``selection.yaml`` of a folder of policies, and the choice: a pure function of what is known about a
+request before its prompt is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from guard.policy.conditions import Section
+from guard.policy.schema import PolicyName
+
+KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9\-]{1,64}$")]
+HeaderValues = dict[HeaderName, tuple[str, ...]]
+
+UNFIT_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
+"""Secrets: nobody writes these into a file."""
+
+
+class Match(Section):
+    """What a request must be like. Every field that is given must fit, each by any of its values."""
+
+    keys: tuple[KeyHash, ...] = ()
+    """API keys, as SHA-256 in hex like in `GUARD_API_KEY_HASHES`."""
+
+    tenants: tuple[str, ...] = ()
+    """Tenants that keys belong to."""
+
+    models: Annotated[tuple[str, ...], Field(examples=[["llama-*"]])] = ()
+    """Models that clients ask for; `*` and `?` stand for any characters."""
+
+    routes: Annotated[tuple[str, ...], Field(examples=[["/v1/chat/completions"]])] = ()
+    """Paths of the API."""
+
+    headers: Annotated[HeaderValues, Field(examples=[{"x-profile": ["strict"]}])] = {}  # noqa: RUF012
+    """Request headers, in lower case, and the exact values that fit. Clients choose what they send, so name here only
+    what any of them may choose."""
+
+    @field_validator("headers")
+    @classmethod
+    def _headers_are_no_secrets(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        if unfit := sorted(value.keys() & UNFIT_HEADERS):
+            raise ValueError(f"{unfit[0]} holds a secret; match keys instead")
+        return value
+
+
+class Assignment(Section):
+    """A policy for the requests that fit. The first assignment that takes a request decides."""
+
+    name: PolicyName
+    """Shown in the ledger; unique in the file. Another name draws other requests for the same `percent`."""
+
+    match: Match = Match()
+    """Which requests. Default: all."""
+
+    policy: PolicyName
+    """Name of the policy that judges them."""
+
+    shadow: PolicyName | None = None
+    """Name of a policy that is judged beside it and does nothing. Default: the file's `shadow`."""
+
+    percent: Annotated[float, Field(ge=0, le=100)] = 100.0
+    """Share of the requests that fit; the others go on to the next assignment. More percent keeps those that were in
+    it."""
+
+    by: Literal["key", "request"] = "key"
+    """What falls into the share as a whole: `key`, all requests of one API key (without keys: each request); `request`,
+    each by its id. A client that sends `x-request-id` chooses that id."""
+
+
+class Selection(Section):
+    """`selection.yaml`: which policy of the folder judges which requests."""
+
+    version: Literal[1]
+    """Version of this format."""
+
+    default: PolicyName
+    """Name of the policy for every request that no assignment takes."""
+
+    shadow: PolicyName | None = None
+    """Name of a policy that is judged beside the live one, on the same reading of the prompt, and does nothing: what it
+    would have done is in ledger and metrics."""
+
+    assignments: Annotated[tuple[Assignment, ...], Field(max_length=256)] = ()
+    """In order."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [one.name for one in self.assignments]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"assignments share a name: {', '.join(twice)}")
+        return self
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str | None], ...]:
+        """Every live policy with the one beside it that a request may get."""
+        chosen = [(self.default, self.shadow), *((one.policy, one.shadow or self.shadow) for one in self.assignments)]
+        return tuple(dict.fromkeys(chosen))
+
+
+@dataclass(frozen=True)
+class RequestFacts:
+    """What is known about a request before its prompt is read. ``headers``: names in lower case."""
+
+    request_id: str
+    route: str
+    model: str | None = None
+    key_hash: str | None = None
+    tenant: str | None = None
+    headers: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Names of the policies. ``assignment``: what chose them; None is the file's default."""
+
+    policy: str
+    shadow: str | None
+    assignment: str | None
+
+
+def choose(selection: Selection, facts: RequestFacts) -> Choice:
+    """The policy for one request: the same for the same facts, whoever asks and whenever."""
+    for one in selection.assignments:
+        if fits(one.match, facts) and _is_in_share(one, facts):
+            return Choice(one.policy, one.shadow or selection.shadow, one.name)
+    return Choice(selection.default, selection.shadow, None)
+
+
+def fits(match: Match, facts: RequestFacts) -> bool:
+    """Whether a request is as ``match`` says."""
+    headers = facts.headers or {}
+    return (
+        (not match.keys or facts.key_hash in match.keys)
+        and (not match.tenants or facts.tenant in match.tenants)
+        and (not match.routes or facts.route in match.routes)
+        and (not match.models or (facts.model is not None and any(fnmatchcase(facts.model, m) for m in match.models)))
+        and all(headers.get(name) in values for name, values in match.headers.items())
+    )
+
+
+def _is_in_share(assignment: Assignment, facts: RequestFacts) -> bool:
+    drawn_by = facts.key_hash if assignment.by == "key" and facts.key_hash is not None else facts.request_id
+    digest = hashlib.sha256(f"{assignment.name}\n{drawn_by}".encode()).digest()
+    # 53 bits: exactly what a float holds, so 100 takes all and 0 none.
+    return int.from_bytes(digest[:8]) >> 11 < assignment.percent / 100 * 2**53

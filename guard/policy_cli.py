@@ -1,0 +1,231 @@
+"""The commands ``guard policy …``: read options, call one function each, print, set the exit code. Own no logic.
+
+Imports nothing that is not needed for ``--help`` before a command runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from guard.policy.compiled import Thresholds
+    from guard.policy.loading import LoadedPolicy
+
+T = TypeVar("T")
+
+policy_app = typer.Typer(help="Policy files.", no_args_is_help=True)
+
+PolicyArgument = Annotated[Path, typer.Argument(help="Policy file.")]
+LedgerOption = Annotated[
+    Path | None, typer.Option("--ledger", envvar="GUARD_LEDGER", help="The ledger; the proxy's own one if not given.")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Take the numbers of named thresholds from this model's calibrations."),
+]
+
+UNUSABLE = 2
+"""Exit code when a command could not do its work at all."""
+
+
+@policy_app.command("lint")
+def lint(
+    files: Annotated[list[Path], typer.Argument(help="Files and folders: policies, selection.yaml, *.tests.yaml.")],
+    model: Annotated[
+        str | None, typer.Option(help="Check thresholds and vectors against this model's files too.")
+    ] = None,
+) -> None:
+    """Check policies; every error names file, line and field. Exit code 1 when any cannot be used."""
+    from guard.data import data_folder
+    from guard.policy.lint import lint
+
+    config_key = _config_key(model) if model else None
+    raise typer.Exit(lint(files, typer.echo, config_key=config_key, model_configs=data_folder("model_configs")))
+
+
+@policy_app.command("test")
+def test(
+    paths: Annotated[list[Path], typer.Argument(help="Policies, folders of them, or *.tests.yaml files.")],
+) -> None:
+    """Run the tests that lie beside policies. Exit code 1 when one fails, 2 when there is none to run."""
+    from guard.policy import PolicyError
+    from guard.policy.cases import Report, cases_beside, run_cases
+    from guard.policy.policy_set import TESTS_SUFFIX
+
+    reports: list[Report] = []
+    for path in paths:
+        files = sorted(path.glob(f"*{TESTS_SUFFIX}")) if path.is_dir() else [path]
+        for file in files:
+            try:
+                reports.append(run_cases(file if file.name.endswith(TESTS_SUFFIX) else cases_beside(file)))
+            except PolicyError as error:
+                _fail(str(error))
+    for report in reports:
+        for outcome in report.outcomes:
+            if outcome.failure is not None:
+                typer.echo(f"{report.path}:{outcome.line}: FAILED {outcome.case}: {outcome.failure}")
+        passed = sum(outcome.failure is None for outcome in report.outcomes)
+        typer.echo(f"{report.path}: {passed} of {len(report.outcomes)} passed ({report.policy})")
+        if report.untested:
+            typer.echo(f"{report.path}: note: no test makes these rules hit: {', '.join(report.untested)}")
+    if not reports:
+        _fail("there are no tests here")
+    raise typer.Exit(0 if all(report.passed for report in reports) else 1)
+
+
+@policy_app.command("explain")
+def explain(
+    policy: PolicyArgument,
+    request: Annotated[str | None, typer.Option(help="Explain this request of the ledger, by its id.")] = None,
+    score: Annotated[
+        list[str] | None,
+        typer.Option(help="Explain these scores: DETECTOR=NUMBER, or =unavailable, =timeout, =not_applicable."),
+    ] = None,
+    ledger: LedgerOption = None,
+    model: ModelOption = None,
+) -> None:
+    """Show what every rule makes of one request's scores, which one decides and why. Exit code 2 when it cannot."""
+    from detectors.base import Score
+    from guard.policy.cases import NO_SCORES
+    from guard.policy.compiled import compile_rules
+    from guard.policy.explain import explain, explain_record
+    from guard.policy.loading import digests
+    from guard.policy.recorded import LedgerReadError, find_request
+
+    loaded = _load(policy)
+    rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model)))
+    scores: dict[str, Score] = {}
+    typer.echo(f"policy {loaded.label}")
+    if request is not None:
+        try:
+            entry = find_request(ledger or _own_ledger(), request)
+        except LedgerReadError as error:
+            _fail(str(error))
+        for line in explain_record(entry):
+            typer.echo(line)
+        missing = Score("unavailable", reason="the ledger has no score of this measurement")
+        scores = {name: entry.score(name, digest) or missing for name, digest in digests(loaded).items()}
+    for given in score or ():
+        name, _, value = given.partition("=")
+        if name not in loaded.policy.detectors:
+            _fail(f"the policy has no detector {name!r}; it has {', '.join(loaded.policy.detectors) or 'none'}")
+        try:
+            scores[name] = NO_SCORES[value] if value in NO_SCORES else Score("scored", float(value))
+        except ValueError:
+            _fail(f"--score {given}: neither a number nor one of {', '.join(NO_SCORES)}")
+    for line in explain(rules, scores):
+        typer.echo(line)
+
+
+@policy_app.command("diff")
+def diff(
+    before: Annotated[Path, typer.Argument(help="Policy file.")],
+    after: Annotated[Path, typer.Argument(help="Policy file.")],
+) -> None:
+    """Show what one policy says that another does not. Exit code 0: the same, 1: not, 2: an error."""
+    from guard.policy.difference import differences
+
+    found = differences(_load(before).policy, _load(after).policy)
+    for line in found:
+        typer.echo(line)
+    raise typer.Exit(1 if found else 0)
+
+
+@policy_app.command("replay")
+def replay(
+    policy: PolicyArgument,
+    ledger: LedgerOption = None,
+    model: ModelOption = None,
+    judged_by: Annotated[
+        str | None, typer.Option(help="Only requests that the policy of this name judged at the time.")
+    ] = None,
+    fail_on: Annotated[
+        Literal["any", "looser", "stricter"], typer.Option(help="Which changes count for the exit code.")
+    ] = "any",
+    max_percent: Annotated[
+        float, typer.Option(min=0, max=100, help="How many of the compared requests may change so.")
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Decide the ledger's requests again with another policy, on the recorded scores, and show what changes.
+
+    Exit code 0 when no more changes than --max-percent, 1 when more, 2 when nothing could be compared.
+    """
+    from guard.policy.compiled import compile_rules
+    from guard.policy.recorded import LedgerReadError, read_ledger
+    from guard.policy.replay import replay, summary
+
+    loaded = _load(policy)
+    rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model)))
+    try:
+        result = replay(loaded, rules, read_ledger(ledger or _own_ledger()), judged_by)
+    except LedgerReadError as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps({"policy": loaded.label, **result.to_json()}, indent=2))
+    else:
+        for line in (f"policy {loaded.label}", *summary(result)):
+            typer.echo(line)
+    if not result.compared:
+        _fail("no request could be compared")
+    raise typer.Exit(1 if result.percent(fail_on) > max_percent else 0)
+
+
+@policy_app.command("schema")
+def schema(
+    kind: Annotated[Literal["policy", "selection", "tests"], typer.Argument(help="Which kind of file.")] = "policy",
+) -> None:
+    """Print the JSON schema for editors; the same lies in the folder of the shipped policies."""
+    from guard.policy.json_schema import json_schema
+
+    typer.echo(json_schema(kind), nl=False)
+
+
+def _load(path: Path) -> LoadedPolicy:
+    from guard.policy import load_policy
+
+    return _checked(lambda: load_policy(path))
+
+
+def _thresholds(loaded: LoadedPolicy, model: str | None) -> Thresholds:
+    from guard.data import data_folder
+    from guard.policy import build_detectors
+
+    if model is None:
+        return {}
+    detectors = build_detectors(loaded, _config_key(model), data_folder("model_configs"))
+    return {name: detector.thresholds for name, detector in detectors.items()}
+
+
+def _config_key(model: str) -> str:
+    from guard.models import ModelError, resolve_model
+
+    try:
+        return resolve_model(model).config_key
+    except ModelError as error:
+        _fail(str(error))
+
+
+def _own_ledger() -> Path:
+    from guard.paths import state_folder
+
+    return state_folder() / "ledger.jsonl"
+
+
+def _checked(work: Callable[[], T]) -> T:
+    from guard.policy import PolicyError
+
+    try:
+        return work()
+    except PolicyError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"guard: {message}", err=True)
+    raise typer.Exit(UNUSABLE)

@@ -1,0 +1,177 @@
+"""A candidate policy decides on the scores of a ledger as it would have live, and guesses no score."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detectors.base import Score
+from guard.policy import BoundPolicy, load_policy
+from guard.policy.explain import explain, explain_record
+from guard.policy.recorded import LedgerReadError, Recorded, find_request, read_ledger
+from guard.policy.replay import Replayed, replay, summary
+from guard.telemetry.record import Beside, RequestRecord
+from tests.policy.test_policy_set import bind_fakes
+
+POLICY = """\
+version: 1
+name: p
+detectors:
+  a: {kind: fake}
+  b: {kind: fake, spans: {data: tool}}
+rules:
+  - {name: stop, when: {detector: a, at_least: 0.9}, action: block, on_error: flag, on_timeout: block}
+  - {name: watch, when: {detector: b, at_least: 0.5}, action: flag, on_error: allow}
+"""
+LATE = Score("unavailable", reason="late", timed_out=True)
+
+
+def bound(tmp_path: Path, text: str = POLICY, name: str = "p.yaml") -> BoundPolicy:
+    (tmp_path / name).write_text(text)
+    return bind_fakes(load_policy(tmp_path / name))
+
+
+def line(policy: BoundPolicy, request_id: str, shadow: BoundPolicy | None = None, **scores: Score | float) -> str:
+    """A line as the proxy writes it."""
+    given = {name: one if isinstance(one, Score) else Score("scored", one) for name, one in scores.items()}
+    record = RequestRecord(request_id, "/v1/chat/completions", policy.name, policy.hash)
+    record.scores = {name: one for name, one in given.items() if name in policy.detectors}
+    record.measured, record.decision = policy.digests, policy.decide(record.scores)
+    if shadow is not None:
+        beside = {name: one for name, one in given.items() if name in shadow.detectors}
+        record.shadow = Beside(shadow.name, shadow.hash, beside, shadow.digests, shadow.decide(beside))
+    return json.dumps(record.to_entry())
+
+
+def replayed(tmp_path: Path, lines: list[str], candidate: str) -> Replayed:
+    (tmp_path / "ledger.jsonl").write_text("".join(f"{one}\n" for one in lines))
+    policy = bound(tmp_path, candidate, "candidate.yaml")
+    return replay(load_policy(tmp_path / "candidate.yaml"), policy.rules, read_ledger(tmp_path / "ledger.jsonl"))
+
+
+def test_the_same_policy_changes_nothing_on_its_own_ledger_whatever_the_scores_were(tmp_path: Path) -> None:
+    policy = bound(tmp_path)
+    lines = [
+        line(policy, "r1", a=0.95, b=0.1),
+        line(policy, "r2", a=0.1, b=0.6),
+        line(policy, "r3", a=LATE, b=LATE),
+        line(policy, "r4", a=Score("unavailable", reason="no taps: none"), b=0.2),
+        line(policy, "r5", a=0.2, b=Score("not_applicable", reason="out of scope")),
+    ]
+    result = replayed(tmp_path, lines, POLICY)
+    assert (result.compared, result.changed(), result.incomplete) == (5, 0, 0)
+    assert dict(result.unchanged) == {"block": 2, "flag": 2, "allow": 1}
+
+
+def test_changes_are_counted_by_direction_rule_and_example(tmp_path: Path) -> None:
+    policy = bound(tmp_path)
+    lines = [line(policy, f"r{i}", a=i / 10, b=0.0) for i in range(10)]
+    result = replayed(tmp_path, lines, POLICY.replace("at_least: 0.9", "at_least: 0.7"))
+    assert (result.changed(), result.changed("stricter"), result.changed("looser")) == (2, 2, 0)
+    (change,) = result.changes.values()
+    assert (change.before, change.after, change.examples) == ("allow", "block", ["r7", "r8"])
+    assert dict(change.rules) == {"stop": 2}
+    assert result.percent() == pytest.approx(20)
+    assert summary(result)[1] == "  allow -> block: 2 (stop 2), such as r7, r8"
+    looser = replayed(tmp_path, lines, POLICY.replace("action: block", "action: flag"))
+    assert (looser.changed("looser"), looser.percent("stricter")) == (1, 0)
+
+
+def test_a_detector_that_measures_otherwise_under_the_same_name_is_not_compared(tmp_path: Path) -> None:
+    lines = [line(bound(tmp_path), "r1", a=0.95, b=0.1)]
+    result = replayed(tmp_path, lines, POLICY.replace("data: tool", "data: user"))
+    assert (result.compared, result.incomplete, dict(result.not_measured)) == (0, 1, {"b": 1})
+    assert "lack a score as this policy measures it: b 1" in summary(result)[1]
+
+
+def test_the_same_measurement_is_found_under_any_name_and_in_the_shadows_scores(tmp_path: Path) -> None:
+    shadow = bound(tmp_path, POLICY.replace("name: p", "name: s").replace("b: {kind", "c: {kind").replace(
+        "data: tool", "data: user").replace("detector: b", "detector: c"))  # fmt: skip
+    lines = [line(bound(tmp_path), "r1", shadow, a=0.95, b=0.1, c=0.7)]
+    candidate = POLICY.replace("b: {kind", "x: {kind").replace("data: tool", "data: user").replace(
+        "detector: b", "detector: x").replace("0.9}", "0.99}")  # fmt: skip
+    result = replayed(tmp_path, lines, candidate)
+    assert result.changes["block", "flag"].requests == 1
+
+
+def test_lines_without_a_decision_and_lines_that_are_no_entry_are_counted_apart(tmp_path: Path) -> None:
+    policy = bound(tmp_path)
+    undecided = json.dumps(RequestRecord("r0", "other", policy.name, policy.hash).to_entry())
+    result = replayed(tmp_path, [undecided, '{"half', "[]", "3", line(policy, "r1", a=0.1, b=0.1)], POLICY)
+    assert (result.compared, result.undecided, result.unreadable) == (1, 1, 3)
+
+
+def test_requests_that_other_policies_judged_can_be_left_out(tmp_path: Path) -> None:
+    lines = [
+        line(bound(tmp_path), "r1", a=0.1, b=0.1),
+        line(bound(tmp_path, POLICY.replace("p\n", "q\n", 1)), "r2", a=1, b=0),
+    ]
+    (tmp_path / "ledger.jsonl").write_text("\n".join(lines))
+    policy = bound(tmp_path)
+    entries = read_ledger(tmp_path / "ledger.jsonl")
+    result = replay(load_policy(tmp_path / "p.yaml"), policy.rules, entries, "q")
+    assert (result.compared, result.others, dict(result.unchanged)) == (1, 1, {"block": 1})
+
+
+def test_lines_of_a_version_that_wrote_no_measurements_are_compared_by_name(tmp_path: Path) -> None:
+    entry = json.loads(line(bound(tmp_path), "r1", a=0.95, b=0.1))
+    for field in ("measured", "timed_out", "shadow", "assignment", "armed"):
+        del entry[field]
+    assert replayed(tmp_path, [json.dumps(entry)], POLICY).unchanged == {"block": 1}
+
+
+scores = st.floats(0, 1).map(lambda v: Score("scored", v)) | st.sampled_from(
+    [LATE, Score("unavailable", reason="a: b"), Score("not_applicable", reason="none")]
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(scores, scores)
+def test_what_the_ledger_says_about_scores_is_what_was_decided_on(
+    tmp_path_factory: pytest.TempPathFactory, a: Score, b: Score
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    policy = bound(folder)
+    (folder / "one.jsonl").write_text(line(policy, "r", a=a, b=b) + "\n")
+    entry = find_request(folder / "one.jsonl", "r")
+    assert entry.scores == {"a": a, "b": b}
+    assert policy.decide(entry.scores) == policy.decide({"a": a, "b": b})
+
+
+def test_a_request_is_explained_rule_by_rule_with_what_was_recorded(tmp_path: Path) -> None:
+    policy = bound(tmp_path)
+    (tmp_path / "l.jsonl").write_text(line(policy, "r1", a=0.95, b=LATE) + "\n")
+    entry = find_request(tmp_path / "l.jsonl", "r1")
+    assert explain_record(entry) == [
+        f"request r1: policy {policy.label}, by the default",
+        "recorded: block, rule stop: a 0.95 >= 0.9",
+    ]
+    assert explain(policy.rules, entry.scores) == [
+        "scores:",
+        "  a: 0.95",
+        "  b: timeout (late)",
+        "rules:",
+        "  stop (block, severity 95): hit: a 0.95 >= 0.9 <- decides",
+        "  watch (on_error allow): unknown: b unavailable: late",
+        "decision: block, by rule stop: a 0.95 >= 0.9",
+    ]
+
+
+def test_a_request_or_ledger_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LedgerReadError, match=r"nowhere\.jsonl: cannot be read"):
+        find_request(tmp_path / "nowhere.jsonl", "r")
+    (tmp_path / "l.jsonl").write_text("{}\n")
+    with pytest.raises(LedgerReadError, match="has no request 'r'"):
+        find_request(tmp_path / "l.jsonl", "r")
+
+
+def test_a_recorded_score_is_only_a_name_where_nothing_says_what_was_measured() -> None:
+    score = Score("scored", 0.5)
+    old = Recorded("r", "p@0", "allow", None, None, None, {"a": score}, {}, {})
+    assert old.score("a", "probe@1") is score
+    new = Recorded("r", "p@0", "allow", None, None, None, {"a": score}, {"a": "probe@2"}, {"probe@2": score})
+    assert (new.score("a", "probe@1"), new.score("z", "probe@2")) == (None, score)

@@ -1,0 +1,137 @@
+"""``guard policy …`` as a user calls it: what is printed, and the exit codes that CI goes by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from guard.cli import app
+from tests.policy.test_replay import POLICY, bound, line
+
+
+def guard(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["policy", *map(str, arguments)])
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    (tmp_path / "p.yaml").write_text(POLICY)
+    return tmp_path / "p.yaml"
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    live = bound(tmp_path)
+    lines = [line(live, f"r{i}", a=i / 10, b=0.0) for i in range(10)]
+    (tmp_path / "ledger.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path / "ledger.jsonl"
+
+
+def test_lint_checks_files_of_every_kind_and_folders_as_a_whole(policy: Path) -> None:
+    folder = policy.parent
+    (folder / "selection.yaml").write_text("version: 1\ndefault: p\n")
+    (folder / "p.tests.yaml").write_text("version: 1\ntests: [{name: x, expect: flag}]\n")
+    done = guard("lint", *sorted(folder.glob("*.yaml")), folder)
+    assert done.exit_code == 0, done.output
+    assert [text.split(": ")[1].split(" (")[0] for text in done.output.splitlines()] == ["ok"] * 5
+    (folder / "selection.yaml").write_text("version: 1\ndefault: q\n")
+    done = guard("lint", folder)
+    assert done.exit_code == 1
+    assert "no policy is called 'q'; there are: p" in done.output
+
+
+def test_lint_says_which_detector_no_rule_uses_and_what_cannot_be_carried_out(policy: Path) -> None:
+    policy.write_text(POLICY.replace("detectors:\n", "detectors:\n  spare: {kind: probe}\n"))
+    assert "note: detector spare is measured, and no rule uses it" in guard("lint", policy).output
+    policy.write_text(POLICY.replace("action: flag", "action: flag, stage: stream"))
+    done = guard("lint", policy)
+    assert done.exit_code == 1
+    assert "cannot carry out stage stream; it can: prompt" in done.output
+
+
+def test_tests_beside_a_policy_run_and_their_failures_are_the_exit_code(policy: Path) -> None:
+    tests = policy.with_name("p.tests.yaml")
+    tests.write_text("version: 1\ntests: [{name: high, scores: {a: 1, b: 0}, expect: block}]\n")
+    for argument in (policy, tests, policy.parent):
+        done = guard("test", argument)
+        assert (done.exit_code, "1 of 1 passed" in done.output) == (0, True), done.output
+        assert "no test makes these rules hit: watch" in done.output
+    tests.write_text("version: 1\ntests: [{name: high, scores: {a: 1, b: 0}, expect: allow}]\n")
+    done = guard("test", policy)
+    assert done.exit_code == 1
+    assert f"{tests}:2: FAILED high: action is block, not allow (a 1 >= 0.9)" in done.output
+
+
+def test_without_tests_there_is_nothing_to_pass(policy: Path) -> None:
+    assert guard("test", policy).exit_code == 2
+    assert guard("test", policy.parent).exit_code == 2
+
+
+def test_explain_shows_the_rules_of_given_scores_and_of_a_recorded_request(policy: Path, ledger: Path) -> None:
+    done = guard("explain", policy, "--score", "a=0.95", "--score", "b=timeout")
+    assert done.exit_code == 0, done.output
+    assert "stop (block, severity 95): hit: a 0.95 >= 0.9 <- decides" in done.output
+    assert "watch (on_error allow): unknown: b unavailable: given" in done.output
+    done = guard("explain", policy, "--request", "r9", "--ledger", ledger)
+    assert "recorded: block, rule stop: a 0.9 >= 0.9" in done.output
+    assert "decision: block, by rule stop" in done.output
+    for bad in (("--score", "z=1"), ("--score", "a=x"), ("--request", "r99", "--ledger", ledger)):
+        assert guard("explain", policy, *bad).exit_code == 2
+
+
+def test_diff_has_the_exit_code_of_diff(policy: Path) -> None:
+    other = policy.with_name("q.yaml")
+    other.write_text(POLICY.replace("0.9}", "0.8}"))
+    assert guard("diff", policy, policy).exit_code == 0
+    done = guard("diff", policy, other)
+    assert (done.exit_code, done.output) == (1, "~ rules.stop.when.at_least: 0.9 -> 0.8\n")
+    assert guard("diff", policy, policy.with_name("none.yaml")).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("threshold", "options", "code"),
+    [
+        ("0.9", (), 0),
+        ("0.75", (), 1),
+        ("0.75", ("--fail-on", "looser"), 0),
+        ("0.75", ("--fail-on", "stricter"), 1),
+        ("0.75", ("--max-percent", "10"), 0),
+        ("0.75", ("--max-percent", "9.9"), 1),
+        ("0.95", ("--fail-on", "looser"), 1),
+    ],
+)
+def test_replay_fails_when_more_changes_than_allowed(
+    policy: Path, ledger: Path, threshold: str, options: tuple[str, ...], code: int
+) -> None:
+    policy.write_text(POLICY.replace("at_least: 0.9", f"at_least: {threshold}"))
+    done = guard("replay", policy, "--ledger", ledger, *options)
+    assert done.exit_code == code, done.output
+    assert "10 requests compared" in done.output
+    as_json = json.loads(guard("replay", policy, "--ledger", ledger, "--json").stdout)
+    assert (as_json["compared"], as_json["changed"]) == (10, 0 if threshold == "0.9" else 1)
+
+
+def test_replay_of_nothing_is_no_success(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    for ledger in ("empty.jsonl", "none.jsonl"):
+        assert guard("replay", policy, "--ledger", tmp_path / ledger).exit_code == 2
+
+
+def test_a_threshold_by_name_needs_a_model_and_is_then_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("version: 1\nname: mine\nextends: shipped:default\n")
+    done = guard("explain", path, "--score", "injection=0.99")
+    assert done.exit_code == 2
+    assert "injection has no threshold 'fpr_1pct'" in done.output
+    assert "--model" in done.output
+    done = guard("explain", path, "--score", "injection=0.99", "--model", "smollm2-135m")
+    assert "decision: block, by rule injection: injection 0.99 >= " in done.output
+    assert guard("explain", path, "--model", "no-such-model").exit_code == 2
+
+
+def test_the_schema_is_printed_for_editors() -> None:
+    assert json.loads(guard("schema", "selection").output)["title"] == "mia-guard policy selection"
