@@ -1,14 +1,14 @@
-"""The one small interface between readouts and scores.
+"""The one small interface between readouts, or text, and scores.
 
-A detector says what the aperture must read for it and turns what came back into one calibrated score. It never sees
-HTTP, a policy or an engine.
+A detector says what the aperture must read for it and turns what came back into one calibrated score; or it reads text
+and nothing else. It never sees HTTP, a policy or an engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from guard.mia.results import Readout
 from guard.mia.spec import AttentionCapture, HiddenCapture
@@ -21,13 +21,15 @@ class Score:
     """``value`` is higher the likelier what the detector looks for; None unless ``status`` is ``scored``.
 
     ``not_applicable`` is the policy's word for a request that has nothing the detector is for; detectors never say it.
-    ``timed_out``: unavailable because it did not come in time.
+    ``timed_out``: unavailable because it did not come in time. ``spans``: of a text, the characters [start, end) that
+    make the score what it is, for redaction; empty when no part stands out.
     """
 
     status: ScoreStatus
     value: float | None = None
     reason: str = ""
     timed_out: bool = False
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,23 @@ class Detector(Protocol):
         """Score from readouts keyed as in ``plan()``. A readout that is missing or not complete gives ``unavailable``
         with the reason; never raises for what an engine may send."""
         ...
+
+
+@runtime_checkable
+class TextDetector(Protocol):
+    """The other kind: it reads text, of a prompt or of an answer. Built and registered alike; called from several
+    threads, and again as an answer grows: keep it stateless, and quick."""
+
+    kind: str
+    """As a ``Detector``'s."""
+
+    thresholds: Mapping[str, float]
+    """As a ``Detector``'s."""
+
+    def score_text(self, text: str) -> Score:
+        """Score of one text: messages of the prompt, or so much of an answer as there is, its words, its reasoning and
+        each tool call's arguments apart. Raises for nothing that a text may hold."""
+        ...
+
+
+AnyDetector = Detector | TextDetector

@@ -1,7 +1,7 @@
 """Detectors by kind: our own, and those that other distributions register.
 
 Owns the table of kinds. Another distribution adds one with an entry point in the group ``mia_guard.detectors``: its
-name is the kind, its value a function from a model_configs file to a ``Detector``.
+name is the kind, its value a function from a model_configs file to a ``Detector`` or a ``TextDetector``.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from detectors.base import Detector
+from detectors.base import AnyDetector
 
 GROUP = "mia_guard.detectors"
 
-Builder = Callable[[Path], Detector]
+Builder = Callable[[Path], AnyDetector]
 
 
 class UnknownDetectorError(LookupError):
     """No detector of that kind; the message lists those there are."""
 
 
-def _attention_tracker(path: Path) -> Detector:
+def _attention_tracker(path: Path) -> AnyDetector:
     from detectors.attention_tracker import AttentionTracker
 
     return AttentionTracker.load(path)
 
 
-def _probe(path: Path) -> Detector:
+def _probe(path: Path) -> AnyDetector:
     from detectors.probe import Probe
 
     return Probe.load(path)
@@ -40,7 +40,7 @@ def detector_kinds() -> tuple[str, ...]:
     return tuple(sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))}))
 
 
-def build_detector(kind: str, model_config_path: Path) -> Detector:
+def build_detector(kind: str, model_config_path: Path) -> AnyDetector:
     """Build the detector ``kind`` from its file. A built-in kind cannot be replaced from outside.
 
     Raises ``UnknownDetectorError``, and ``ModelConfigError`` for a file that cannot be used.

@@ -44,13 +44,14 @@ def test_lint_checks_files_of_every_kind_and_folders_as_a_whole(policy: Path) ->
     assert "no policy is called 'q'; there are: p" in done.output
 
 
-def test_lint_says_which_detector_no_rule_uses_and_what_cannot_be_carried_out(policy: Path) -> None:
+def test_lint_says_which_detector_no_rule_uses_and_what_comes_too_late(policy: Path) -> None:
     policy.write_text(POLICY.replace("detectors:\n", "detectors:\n  spare: {kind: probe}\n"))
     assert "note: detector spare is measured, and no rule uses it" in guard("lint", policy).output
-    policy.write_text(POLICY.replace("action: flag", "action: flag, stage: stream"))
+    late = POLICY.replace("action: flag", "action: redact, stage: stream, redact: {}")
+    policy.write_text(late.replace("detectors:\n", "streaming: observe\ndetectors:\n"))
     done = guard("lint", policy)
     assert done.exit_code == 1
-    assert "cannot carry out stage stream; it can: prompt" in done.output
+    assert "action redact at stage stream comes too late with streaming observe" in done.output
 
 
 def test_tests_beside_a_policy_run_and_their_failures_are_the_exit_code(policy: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from detectors.base import Detector, Score
+from detectors.base import AnyDetector, Score
 from detectors.model_config import ModelConfigError
 from detectors.registry import UnknownDetectorError, build_detector
 from guard.mia.results import Readouts
@@ -22,8 +22,7 @@ from guard.policy.engine import CompiledRule, Decision, decide, longest_wait_s
 from guard.policy.gates import steering_of
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.measuring import Measurement, Question, Steering, measurement, question
-from guard.policy.schema import DetectorUse
-from guard.policy.support import refuse_unsupported
+from guard.policy.schema import DetectorUse, Rule, Stage, Streaming, detectors_in
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,8 @@ class BoundPolicy:
 
     ``spec``: everything that its detectors may read, words of spans in place. ``hold_s``: how long an answer is held
     for scores at most, 0 when no enforced rule needs any; ``prompt_timeout_s``: how long scores are worth recording.
-    ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short.
+    ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short. ``answer_timeout_s``: longest
+    wait for detectors of text each time that an answer is judged.
     """
 
     name: str
@@ -42,12 +42,15 @@ class BoundPolicy:
     hold_s: float
     prompt_timeout_s: float
     rule_names: tuple[str, ...]
-    detectors: Mapping[str, Detector]
+    detectors: Mapping[str, AnyDetector]
     rules: tuple[CompiledRule, ...]
     uses: Mapping[str, DetectorUse]
     measurements: Mapping[str, Measurement]
     steerings: Mapping[str, Steering]
     digests: Mapping[str, str]
+    streaming: Streaming
+    window_tokens: int
+    answer_timeout_s: float
 
     @property
     def detector_kinds(self) -> dict[str, str]:
@@ -63,26 +66,59 @@ class BoundPolicy:
         """Gated steerings that go with every request."""
         return tuple(self.steerings[compiled.rule.name] for compiled in self.rules if compiled.armed)
 
+    @property
+    def rules_of_answers(self) -> tuple[CompiledRule, ...]:
+        """Rules that judge answers."""
+        return tuple(one for one in self.rules if one.rule.stage != "prompt")
+
+    @property
+    def holds_answers(self) -> bool:
+        """Whether a rule that judges answers may do more than report."""
+        return any(one.mode == "enforce" and _may_act(one.rule) for one in self.rules_of_answers)
+
+    def detectors_of(self, stages: Collection[Stage]) -> frozenset[str]:
+        """Detectors that are scored at any of these stages: of the prompt all that can be but those of later rules."""
+        used = {
+            stage: frozenset(name for one in self.rules if one.rule.stage == stage for name in detectors_in(one.rule))
+            for stage in ("prompt", "stream", "output")
+        }
+        later = used["stream"] | used["output"]
+        only_later = {
+            name for name, one in self.measurements.items() if one.reads_answer or (one.reads_text and name in later)
+        }
+        found = {"prompt": (self.measurements.keys() - only_later) | used["prompt"]} | {
+            stage: used[stage] for stage in ("stream", "output")
+        }
+        return frozenset(name for stage in stages for name in found[stage])
+
+    def rule(self, name: str) -> Rule:
+        return next(one.rule for one in self.rules if one.rule.name == name)
+
     def scores(self, readouts: Readouts | None, reason: str = "") -> dict[str, Score]:
         """One score a detector, of a request to which all apply. None for ``readouts`` makes each unavailable, with
         ``reason``."""
         return Question(self.spec, {}).scores(self.measurements, readouts, reason, False)
 
-    def decide(self, scores: Mapping[str, Score]) -> Decision:
-        return decide(self.rules, scores)
+    def decide(self, scores: Mapping[str, Score], stage: Stage = "prompt") -> Decision:
+        return decide(self.rules, scores, stage)
 
     def steered(self, decision: Decision, roles: Sequence[str] = ()) -> MiaSpec:
         """What to ask of the engine for the steered answer: the steerings, and the readouts that their gates need."""
-        deciding = [self.steerings[decision.rule]] if decision.rule is not None and decision.steer else []
-        return self.steering_spec([*deciding, *(one for one in self.armed if one not in deciding)], roles)
+        return self.steering_spec(self.steerings_for(decision), roles)
 
     def steering_spec(self, steerings: Sequence[Steering], roles: Sequence[str] | None) -> MiaSpec:
         """Raises ``ValidationError`` for more vectors than an engine takes."""
         read = {one.reads for one in steerings}
         return question([one for one in self.measurements.values() if one.key in read], roles, steerings).spec
 
+    def steerings_for(self, decision: Decision | None) -> list[Steering]:
+        """Those that a decision asks for, and those that go with every request."""
+        rule = decision.rule if decision is not None and decision.steer else None
+        deciding = [self.steerings[rule]] if rule is not None else []
+        return [*deciding, *(one for one in self.armed if one not in deciding)]
 
-def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) -> dict[str, Detector]:
+
+def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) -> dict[str, AnyDetector]:
     """Build the policy's detectors from the calibrations of one model. Raises ``PolicyError``."""
     built = {}
     for name, use in loaded.policy.detectors.items():
@@ -99,14 +135,13 @@ def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) 
 
 
 def bind(
-    loaded: LoadedPolicy, detectors: Mapping[str, Detector], vectors: Collection[str] | None = None
+    loaded: LoadedPolicy, detectors: Mapping[str, AnyDetector], vectors: Collection[str] | None = None
 ) -> BoundPolicy:
     """Compile the rules. ``vectors``: names of the steering vectors there are, None when unknown here.
 
     Raises ``PolicyError`` for a threshold, span or vector that does not exist, for what the proxy cannot carry out, and
     for more than an engine takes in one request.
     """
-    refuse_unsupported(loaded)
     policy = loaded.policy
     rules = compile_rules(loaded, {name: detector.thresholds for name, detector in detectors.items()})
     measurements = {name: _measurement(loaded, name, detector) for name, detector in detectors.items()}
@@ -132,12 +167,16 @@ def bind(
         measurements=measurements,
         steerings=steerings,
         digests=digests(loaded),
+        streaming=policy.streaming,
+        window_tokens=policy.window_tokens,
+        answer_timeout_s=_answer_timeout_s(rules, policy.prompt_timeout_s),
     )
+    _check_stages(loaded, bound)
     _check_steerings(loaded, bound)
     return bound
 
 
-def _measurement(loaded: LoadedPolicy, name: str, detector: Detector) -> Measurement:
+def _measurement(loaded: LoadedPolicy, name: str, detector: AnyDetector) -> Measurement:
     try:
         return measurement(name, detector, loaded.policy.detectors[name])
     except ValueError as error:
@@ -157,6 +196,27 @@ def _whole_spec(loaded: LoadedPolicy, measurements: Mapping[str, Measurement]) -
         return question(measurements.values(), None).spec
     except ValidationError as error:
         raise loaded.error(("detectors",), f"more than one request can ask for: {_first(error)}") from None
+
+
+def _check_stages(loaded: LoadedPolicy, bound: BoundPolicy) -> None:
+    """The engine's readouts of an answer come at its end."""
+    for i, rule in enumerate(loaded.policy.rules):
+        asked = detectors_in(rule) if rule.stage != "output" and rule.gate is None else ()
+        for name in asked:
+            if bound.measurements[name].reads_answer:
+                raise loaded.error(
+                    ("rules", i, "stage"),
+                    f"{name} reads generated tokens, whose readouts come when the answer is complete: stage output",
+                )
+
+
+def _answer_timeout_s(rules: Sequence[CompiledRule], timeout_s: float) -> float:
+    stages: tuple[Stage, ...] = ("stream", "output")
+    return max(longest_wait_s(rules, timeout_s, stage) for stage in stages) or timeout_s
+
+
+def _may_act(rule: Rule) -> bool:
+    return rule.action != "flag" or "block" in (rule.on_error, rule.on_timeout)
 
 
 def _check_steerings(loaded: LoadedPolicy, bound: BoundPolicy) -> None:

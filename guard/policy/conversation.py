@@ -57,6 +57,23 @@ def matches(selectors: Sequence[str], roles: Sequence[str]) -> bool:
     return any(_finds(one, roles) for selector in selectors for one in _meaning(selector, roles))
 
 
+def places(selectors: Sequence[str], roles: Sequence[str]) -> set[tuple[int, int | None]]:
+    """Every message that is meant: its index, and of it one part, counted from its first or last, or None for all."""
+    return {place for selector in selectors for one in _meaning(selector, roles) for place in _places(one, roles)}
+
+
+def _places(selector: str, roles: Sequence[str]) -> list[tuple[int, int | None]]:
+    match = SELECTOR.fullmatch(selector)
+    assert match is not None, "checked when the policy was loaded"
+    part = None if match["part"] is None else int(match["part"])
+    if match["index"] is not None:
+        index = _index(selector, roles)
+        return [] if index is None else [(index % len(roles), part)]
+    found = [i for i, role in enumerate(roles) if role == match["role"]]
+    wanted = {"first": found[:1], "last": found[-1:]}.get(match["which"], found)
+    return [(i, part) for i in wanted]
+
+
 def _meaning(selector: str, roles: Sequence[str]) -> list[str]:
     if selector == TOOL_RESULTS:
         return list(TOOL_ROLES)

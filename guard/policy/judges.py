@@ -1,11 +1,11 @@
-"""The policies that judge one request: the live one, and a shadow policy beside it that reads the same prompt.
+"""The policies that judge one request: the live one, and a shadow policy beside it that reads the same.
 
 Owns what both ask of the engine together, at no second reading. What the shadow decides is recorded and never done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
@@ -14,10 +14,16 @@ from detectors.base import Score
 from guard.mia.results import Readouts
 from guard.policy.bound import BoundPolicy
 from guard.policy.engine import Decision
-from guard.policy.measuring import Measurement, Question, measurement, question
+from guard.policy.measuring import Measurement, Part, Question, Steering, measurement, question
+from guard.policy.schema import Stage
 
 SHADOW_PREFIX = "."
 """Before the key of a detector that only the shadow policy has: no detector's own name begins so."""
+
+
+PROMPT: tuple[Stage, ...] = ("prompt",)
+LATER: tuple[Stage, ...] = ("stream", "output")
+"""Stages of answers."""
 
 
 class TooMuchError(ValueError):
@@ -60,24 +66,74 @@ class Judges:
         """Keys of the detectors that only the shadow policy has."""
         return tuple(one.key for one in self.measured if one.key.startswith(SHADOW_PREFIX))
 
+    def ask_again(self, roles: Sequence[str], steerings: Sequence[Steering]) -> Question:
+        """What to ask of an answer that is generated anew: what its rules and the steerings' gates read, no more."""
+        needed = {self.live.measurements[name].key for name in self.live.detectors_of(LATER)}
+        if self.shadow is not None:
+            needed |= {self.beside[name].key for name in self.shadow.detectors_of(LATER)}
+        needed |= {one.reads for one in steerings if one.reads is not None}
+        return question([one for one in self.measured if one.key in needed], roles, steerings)
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether either policy has rules for answers."""
+        return bool(self.live.rules_of_answers or (self.shadow and self.shadow.rules_of_answers))
+
     def hold_s(self, asked: Question) -> float:
         """How long an answer is held for scores that the live policy acts on; 0 when there are none to wait for."""
-        waits = asked.reads and any(one.key not in asked.known for one in self.live.measurements.values())
+        needed = [self.live.measurements[name] for name in self.live.detectors_of(PROMPT)]
+        waits = asked.reads and any(one.key not in asked.known and not one.reads_text for one in needed)
         return self.live.hold_s if waits else 0.0
 
+    def read_prompt(self, parts: Sequence[Part], roles: Sequence[str]) -> dict[str, Score]:
+        """Scores by key of the detectors that read a prompt's text."""
+        return {one.key: one.score_text(one.in_scope(parts, roles)) for one in self._readers(PROMPT)}
+
+    def read_answer(self, text: str, stages: Collection[Stage]) -> dict[str, Score]:
+        """Scores by key of the detectors that read an answer's text."""
+        return {one.key: one.score_text(text) for one in self._readers(stages)}
+
+    def unread(self, stages: Collection[Stage], score: Score) -> dict[str, Score]:
+        """``score`` for each detector that reads text."""
+        return {one.key: score for one in self._readers(stages)}
+
     def scores(
-        self, asked: Question, readouts: Readouts | None, reason: str = "", *, timed_out: bool = False
+        self,
+        asked: Question,
+        readouts: Readouts | None,
+        reason: str = "",
+        *,
+        timed_out: bool = False,
+        texts: Mapping[str, Score] | None = None,
+        stages: Collection[Stage] = PROMPT,
     ) -> Scores:
-        """None for ``readouts`` makes every score that had to be read unavailable, with ``reason``."""
-        by_key = asked.scores({one.key: one for one in self.measured}, readouts, reason, timed_out)
+        """Scores of all detectors that ``stages`` have. None for ``readouts`` makes every score that had to be read
+        unavailable, with ``reason``; ``texts`` are the scores of those that read text."""
+        live = self.live.detectors_of(stages)
+        beside = self.shadow.detectors_of(stages) if self.shadow else frozenset()
+        wanted = {name: one for name, one in self.live.measurements.items() if name in live}
+        shadow = {name: one for name, one in self.beside.items() if name in beside}
+        both = {one.key: one for one in (*wanted.values(), *shadow.values())}
+        by_key = asked.scores(both, readouts, reason, timed_out, texts)
         return Scores(
-            {name: by_key[one.key] for name, one in self.live.measurements.items()},
-            {name: by_key[one.key] for name, one in self.beside.items()},
+            {name: by_key[one.key] for name, one in wanted.items()},
+            {name: by_key[one.key] for name, one in shadow.items()},
         )
 
-    def decide(self, scores: Scores) -> tuple[Decision, Decision | None]:
+    def decide(self, scores: Scores, stage: Stage = "prompt") -> tuple[Decision, Decision | None]:
         """The decision, and what the shadow policy would have decided."""
-        return self.live.decide(scores.live), self.shadow.decide(scores.shadow) if self.shadow else None
+        return (
+            self.live.decide(scores.live, stage),
+            self.shadow.decide(scores.shadow, stage) if self.shadow else None,
+        )
+
+    def _readers(self, stages: Collection[Stage]) -> list[Measurement]:
+        live = self.live.detectors_of(stages)
+        found = [one for name, one in self.live.measurements.items() if name in live]
+        if self.shadow is not None:
+            beside = self.shadow.detectors_of(stages)
+            found += [one for name, one in self.beside.items() if name in beside]
+        return [one for one in {one.key: one for one in found}.values() if one.reads_text]
 
 
 def judges(live: BoundPolicy, shadow: BoundPolicy | None) -> Judges:

@@ -7,19 +7,23 @@ HTTP.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
-from detectors.base import Detector, Score
+from detectors.base import AnyDetector, CapturePlan, Score, TextDetector
 from guard.mia.results import AttentionReadout, Readout, Readouts
-from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, ProbeCapture, Span, Steer
-from guard.policy.conversation import WORDS, ConversationError, matches, resolved
+from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, ProbeCapture, Span, Steer, generates
+from guard.policy.conversation import WORDS, ConversationError, matches, places, resolved
 from guard.policy.schema import DetectorUse
 
 log = logging.getLogger("guard.policy")
 
 OUT_OF_SCOPE = "the request has no message in its scope"
+NO_TEXT = "there is no text to read"
+
+Part = tuple[int, int, str]
+"""One text of a conversation: index of its message, number of the part in it, and the text."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,20 @@ class Measurement:
     """A detector with its captures under the names in which they travel. ``spans`` may still have words."""
 
     key: str
-    detector: Detector
+    detector: AnyDetector
     scope: tuple[str, ...]
     spans: Mapping[str, tuple[str, ...]]
     hidden: Mapping[str, HiddenCapture]
     attention: Mapping[str, AttentionCapture]
+
+    @property
+    def reads_text(self) -> bool:
+        return isinstance(self.detector, TextDetector)
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether it needs what the model computes while it answers."""
+        return any(map(generates, self.hidden.values())) or any(map(generates, self.attention.values()))
 
     @property
     def depends_on_conversation(self) -> bool:
@@ -48,8 +61,25 @@ class Measurement:
             for key, item in readouts.items.items()
             if key.startswith(prefix)
         }
+        detector = self.detector
+        if isinstance(detector, TextDetector):
+            return Score("unavailable", reason=NO_TEXT)
+        return self._checked(lambda: detector.score(own))
+
+    def score_text(self, text: str) -> Score:
+        """Of a detector that reads text."""
+        detector = self.detector
+        assert isinstance(detector, TextDetector)
+        return self._checked(lambda: detector.score_text(text))
+
+    def in_scope(self, parts: Sequence[Part], roles: Sequence[str]) -> str:
+        """The texts of a conversation that it is for, one under the other."""
+        meant = places(self.scope, roles) if self.scope else None
+        return "\n".join(text for message, _, text in parts if meant is None or (message, None) in meant)
+
+    def _checked(self, scored: Callable[[], Score]) -> Score:
         try:
-            score = self.detector.score(own)
+            score = scored()
         except Exception as error:  # a detector may be anybody's, and no score is never clean
             log.warning("detector %s failed: %s", self.key, type(error).__name__)
             return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
@@ -60,9 +90,9 @@ class Measurement:
         return score
 
 
-def measurement(key: str, detector: Detector, use: DetectorUse) -> Measurement:
+def measurement(key: str, detector: AnyDetector, use: DetectorUse) -> Measurement:
     """Raises ``ValueError`` for a span that the detector does not have."""
-    plan = detector.plan()
+    plan = CapturePlan() if isinstance(detector, TextDetector) else detector.plan()
     if unknown := sorted(use.spans.keys() - plan.spans.keys()):
         have = ", ".join(sorted(plan.spans)) or "none"
         raise ValueError(f"{detector.kind} has no span {unknown[0]!r}; it has {have}")
@@ -102,17 +132,25 @@ class Question:
 
     @property
     def reads(self) -> bool:
-        """Whether readouts will come that detectors wait for."""
-        return bool(self.spec.hidden or self.spec.attention)
+        """Whether readouts of the prompt will come that detectors wait for."""
+        return not (
+            all(map(generates, self.spec.hidden.values())) and all(map(generates, self.spec.attention.values()))
+        )
 
     def scores(
-        self, measurements: Mapping[str, Measurement], readouts: Readouts | None, reason: str, timed_out: bool
+        self,
+        measurements: Mapping[str, Measurement],
+        readouts: Readouts | None,
+        reason: str,
+        timed_out: bool,
+        texts: Mapping[str, Score] | None = None,
     ) -> dict[str, Score]:
         """One score for each name. None for ``readouts`` makes each that had to be read unavailable, with
-        ``reason``."""
+        ``reason``. ``texts``: scores by key of the detectors that read text."""
         missing = Score("unavailable", reason=reason, timed_out=timed_out)
+        known = {**self.known, **(texts or {})}
         return {
-            name: self.known.get(one.key) or (missing if readouts is None else one.score(readouts))
+            name: known.get(one.key) or (missing if readouts is None else one.score(readouts))
             for name, one in measurements.items()
         }
 

@@ -76,7 +76,8 @@ def _parsed(line: str) -> Recorded | None:
         return Recorded(
             request_id=str(entry["request_id"]),
             policy=f"{entry['policy']}@{entry['policy_hash'][:12]}",
-            action=str(entry["action"]),
+            # Prompts are decided again; lines of versions that judged no answers have one action.
+            action=str(entry.get("prompt_action", entry["action"])),
             rule=entry["rule"],
             reason=entry["reason"],
             assignment=entry.get("assignment"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,7 +18,6 @@ from guard.policy.conditions import AllCondition, AnyCondition, NotCondition, Sc
 from guard.policy.inheritance import Inheritance, Removal
 from guard.policy.schema import DetectorUse, Policy, Redaction, Routing, Rule, SteeringGate
 from guard.policy.selection import Assignment, Match, Selection
-from guard.policy.support import ACTIONS, STAGES
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", Policy),
@@ -48,11 +46,7 @@ THE_RULES: dict[type[BaseModel], tuple[str, ...]] = {Steer: ("gate",)}
 """Fields that a request may have there and a policy may not: the rule has them."""
 
 
-def _words(names: Collection[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
-
-
-HEAD = f"""# Policy reference
+HEAD = """# Policy reference
 
 Generated from `guard/policy/schema.py` and its neighbours by `python -m guard.policy.reference`; do not edit. Unknown
 keys are errors.
@@ -60,9 +54,6 @@ keys are errors.
 A policy is a YAML file; `guard serve --policy` takes one, or a folder of them with a `selection.yaml` that says which
 judges which requests. Files are watched: what changes is checked as a whole and judges from then on, and while anything
 in it is wrong the policies before it stay. Shipped: `default`, `strict`, `observe`, `rag` and `agent`.
-
-This version of the proxy carries out the stages {_words(STAGES)} and the actions {_words(ACTIONS)}; a policy with any
-other is refused when it is loaded, by `guard policy lint` too.
 
 | command | what it does |
 | --- | --- |

@@ -2,14 +2,13 @@
 from them.
 
 Owns the YAML's shape and the checks that need nothing but the file. Whether a threshold's name or a steering vector
-exists is checked when the policy is bound to detectors (``guard.policy.bound``), whether the proxy can carry a rule out
-in ``guard.policy.support``.
+exists is checked when the policy is bound to detectors (``guard.policy.bound``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
@@ -29,6 +28,7 @@ Selectors = Annotated[
 """A single one needs no list."""
 
 Mode = Literal["enforce", "shadow"]
+Streaming = Literal["hold", "window", "observe"]
 Stage = Literal["prompt", "stream", "output"]
 ActionName = Literal["flag", "redact", "steer", "retry", "route", "block"]
 OnError = Literal["block", "allow", "flag"]
@@ -51,6 +51,14 @@ SEVERITY: Mapping[Action, int] = {
 
 FLAG_BELOW, BLOCK_FROM = 10, 90
 """The bands of severities: a rule that only reports never outranks one that acts, and nothing outranks a block."""
+
+STREAMING_OF_ACTIONS: Mapping[tuple[Stage, ActionName], tuple[Streaming, ...]] = {
+    ("stream", "redact"): ("hold", "window"),
+    ("output", "redact"): ("hold",),
+    ("output", "retry"): ("hold",),
+    ("output", "route"): ("hold",),
+}
+"""Where an action changes what a client would have got already; the others go with every contract."""
 
 FIELDS_OF_ACTIONS: dict[str, tuple[ActionName, ...]] = {
     "steer": ("steer", "retry"),
@@ -143,7 +151,9 @@ class Redaction(Section):
     """What is taken out, and what stands there instead."""
 
     messages: Selectors = ()
-    """At stage `prompt`: selectors and words as in a detector's `spans`. Later stages redact the answer."""
+    """At stage `prompt`: selectors and words as in a detector's `spans`; their whole texts are replaced, and the model
+    is asked anew. Later stages redact the answer: the characters that the condition's detectors point at, all of it
+    where none does. Logprobs of what is replaced are taken out."""
 
     replacement: Annotated[str, Field(max_length=400)] = "[removed by a guardrail]"
     """The text that the model, or the client, gets instead."""
@@ -160,7 +170,7 @@ class Routing(Section):
     """Which model answers instead."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    """Name as a client would ask for it."""
+    """Name as a client would ask for it: one that the same engine serves."""
 
 
 class Rule(Section):
@@ -172,16 +182,19 @@ class Rule(Section):
 
     stage: Stage = "prompt"
     """When it is judged. `prompt`: once the model has read the prompt, before the first byte of the answer. `stream`:
-    while the answer is generated. `output`: when it is complete."""
+    while the answer is generated, by detectors of text or of the prompt, and once more at its end. `output`: when it is
+    complete. With several choices each is judged, and the worst decides."""
 
     when: Condition | None = None
     """The condition. Only a steering with a `gate` can do without: it then goes with every request, and the gate alone
     says when it acts."""
 
     action: ActionName
-    """`block`: the model stops, and the client gets what `respond` says. `flag`: the answer passes, with `x-guard-*`
-    headers. `redact`: text is replaced. `steer`: the answer is generated with the vectors under `steer`. `retry`: the
-    answer is generated again, with them. `route`: another model answers."""
+    """`block`: the model stops, and the client gets what `respond` says; in mid-stream what was released ends with
+    `finish_reason` `content_filter`. `flag`: the answer passes, with `x-guard-*` headers if they have not left.
+    `redact`: text is replaced, of messages or of the answer. `steer`: the answer is generated with the vectors under
+    `steer`. `retry`: the answer is generated again, with them. `route`: another model answers. A `retry` or `route`
+    at stage `output` whose last answer still hits becomes a block."""
 
     severity: Annotated[int | None, Field(ge=1, le=99)] = None
     """Which of several rules decides: the highest. 1 to 9 for `flag`, 90 to 99 for `block`, 10 to 89 for the others, so
@@ -205,7 +218,8 @@ class Rule(Section):
 
     respond: Literal["error", "refusal"] = "error"
     """For `block`: `error` is HTTP 400 with `error.code` `content_filter`; `refusal` is an answer whose text is
-    `message`, with `finish_reason` `content_filter`. A block by `on_error` is always HTTP 503."""
+    `message`, with `finish_reason` `content_filter`. A block by `on_error` is always HTTP 503. In mid-stream there is
+    no status any more: a block ends the stream, one by `on_error` with an error."""
 
     steer: tuple[Steer, ...] = ()
     """For `steer` and `retry`: steering vectors by name, with layer, coefficient and phase."""
@@ -286,6 +300,17 @@ class Policy(Section):
     detectors: Annotated[dict[DetectorName, DetectorUse], Field(max_length=16)] = {}  # noqa: RUF012 - pydantic copies it
     """Detectors by the name that rules use."""
 
+    streaming: Streaming = "hold"
+    """What a streamed answer waits for; one that is not streamed is always judged as a whole. `hold`: for the verdict
+    on the prompt and, when a rule of a later stage may change the answer, for its end. `window`: for the verdict on the
+    prompt; from then on a token is released when `window_tokens` later ones have been judged with it. `observe`: for
+    nothing; scores that are there when the answer begins count, and a later block ends the stream where it is. Rules
+    that only flag, and shadows, never hold an answer back."""
+
+    window_tokens: Annotated[int, Field(ge=1, le=4096)] = 32
+    """For `window`: how many tokens each choice's release stays behind. An answer's chunk counts as one token unless
+    its logprobs show more."""
+
     rules: Annotated[tuple[Rule, ...], Field(max_length=64)] = ()
     """Rules, in the order in which they are reported. Without a hit the request is allowed."""
 
@@ -299,6 +324,17 @@ class Policy(Section):
                 raise ValueError(
                     f"rule {rule.name!r} uses detectors that are not defined: {', '.join(unknown)}; "
                     f"defined are: {', '.join(sorted(self.detectors)) or 'none'}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_are_held_for_what_changes_them(self) -> Self:
+        for rule in self.rules:
+            fit = STREAMING_OF_ACTIONS.get((rule.stage, rule.action), get_args(Streaming))
+            if self.streaming not in fit:
+                raise ValueError(
+                    f"rule {rule.name!r}: action {rule.action} at stage {rule.stage} comes too late with streaming "
+                    f"{self.streaming}; it needs {' or '.join(fit)}"
                 )
         return self
 

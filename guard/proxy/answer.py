@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
+from guard.mia.results import EVENT_OBJECT, Readouts
 from guard.proxy.bytestream import ByteStream
 from guard.proxy.errors import UpstreamError
-from guard.proxy.readouts import Finding, from_event, is_event, split_field
+from guard.proxy.readouts import Finding, from_event, is_event, readouts_of, split_field
 
 EARLY_HEADER = "x-mia-early"
 LATE = "the engine sent no readouts before its answer; was it started with the plugin?"
@@ -25,29 +26,35 @@ PASSED_ON = ("content-type", "retry-after", "retry-after-ms")
 
 @dataclass(frozen=True)
 class Whole:
-    """An answer that is complete."""
+    """An answer that is complete. ``events``: what the engine sent beside it."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
+    events: tuple[bytes, ...] = field(default=(), repr=False)
+
+    def readouts(self) -> list[Readouts]:
+        """All that came beside it."""
+        return [one for event in self.events for one in readouts_of(event)]
 
 
 class StreamedAnswer:
-    """Server-sent events; the readouts are a frame of their own. ``held``: frames that came before it."""
+    """Server-sent events; the readouts are frames of their own. ``held``: frames that came before those of the prompt;
+    ``events``: all readouts so far, as they came."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self.headers = passed_on(response.headers)
         self.held: list[bytes] = []
+        self.events: list[bytes] = []
         self._bytes = ByteStream(response.content)
 
     async def find(self, *, patient: bool = True) -> Finding:
         """Read up to the readouts. Unless ``patient`` the first frame of the answer ends the search."""
         while frames := await self._bytes.frames():
             arrived_s = time.perf_counter()
-            events = [frame for frame in frames if is_event(frame)]
-            self.held += [frame for frame in frames if not is_event(frame)]
-            if events:
-                return from_event(events[0].removeprefix(b"data: "), arrived_s)
+            self.held += self._sorted(frames)
+            if self.events:
+                return from_event(self.events[0], arrived_s)
             if self.held and not patient:
                 return Finding(None, LATE)
         return Finding(None, LATE)
@@ -57,7 +64,16 @@ class StreamedAnswer:
         if self.held:
             yield self.held
         while frames := await self._bytes.frames():
-            yield [frame for frame in frames if not is_event(frame)]
+            yield self._sorted(frames)
+
+    def readouts(self) -> list[Readouts]:
+        """All so far: of the prompt, and of those choices that have ended."""
+        return [one for event in self.events for one in readouts_of(event)]
+
+    def _sorted(self, frames: list[bytes]) -> list[bytes]:
+        """The answer's own; the others are kept."""
+        self.events += [frame.removeprefix(b"data: ") for frame in frames if is_event(frame)]
+        return [frame for frame in frames if not is_event(frame)]
 
 
 class EarlyAnswer:
@@ -81,9 +97,10 @@ class EarlyAnswer:
                 int(envelope["status"]),
                 passed_on({str(k): str(v) for k, v in envelope["headers"].items()}),
             )
+            event = json.dumps({"object": EVENT_OBJECT, "readouts": envelope.get("readouts", [])}).encode()
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UpstreamError("the model server's answer cannot be read") from None
-        return Whole(status, headers, await self._bytes.rest())
+        return Whole(status, headers, await self._bytes.rest(), (event,))
 
 
 class PlainAnswer:
@@ -95,6 +112,7 @@ class PlainAnswer:
         self._bytes = ByteStream(response.content)
         self._body: bytes | None = None
         self._finding = Finding(None, LATE)
+        self._events: tuple[bytes, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -107,11 +125,12 @@ class PlainAnswer:
             self._body, event = split_field(body)
             if event is not None:
                 self._finding = from_event(event, arrived_s)
+                self._events = (event,)
         return self._finding
 
     async def whole(self) -> Whole:
         await self.find()
-        return Whole(self.status, self._headers, self._body or b"")
+        return Whole(self.status, self._headers, self._body or b"", self._events)
 
 
 Answer = StreamedAnswer | EarlyAnswer | PlainAnswer

@@ -22,13 +22,13 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from guard.proxy.answer import Whole
-from guard.proxy.chat import chat
+from guard.proxy.chat import answering
 from guard.proxy.errors import ModelNotFoundError, NotFoundError, UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.proxy.monitor import monitor_routes
 from guard.proxy.recording import Recorded
 from guard.proxy.relay import relay_whole
-from guard.proxy.services import CHAT, MODELS, OTHER, Services
+from guard.proxy.services import FORMS, MODELS, OTHER, Services
 from guard.settings import Settings
 
 
@@ -42,7 +42,8 @@ def create_app(settings: Settings) -> FastAPI:
             yield
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.router.routes.append(Route(CHAT, Recorded(services, CHAT, chat)))
+    for form in FORMS:
+        app.router.routes.append(Route(form.route, Recorded(services, form.route, answering(form))))
     app.router.routes.append(Route(MODELS, Recorded(services, MODELS, models)))
     # Names of models may have slashes.
     app.router.routes.append(Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)))
@@ -84,4 +85,4 @@ def _entry(list_: bytes, model_id: str) -> bytes:
 async def unknown(services: Services, exchange: Exchange) -> None:
     """Every other path."""
     services.access.check(exchange.headers)
-    raise NotFoundError(f"the guard serves POST {CHAT} and GET {MODELS}")
+    raise NotFoundError(f"the guard serves POST {', '.join(form.route for form in FORMS)} and GET {MODELS}")

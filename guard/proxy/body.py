@@ -1,17 +1,22 @@
-"""A chat request's body: read within limits, parsed so that guard and vLLM see the same, and written again.
+"""A request's body: read within limits, parsed so that guard and vLLM see the same, and written again.
 
 Owns what is refused at the edge. Every field that is not ours passes as it is.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, NoReturn
 
 from guard.mia.spec import FOREIGN_KEYS, MiaSpec
+from guard.policy.conversation import places
+from guard.policy.measuring import Part
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.wire import Form
 
 OURS = "mia"
 """The key of ``vllm_xargs`` under which the guard asks."""
@@ -28,9 +33,10 @@ UNMEASURABLE: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class ChatRequest:
-    """A request that vLLM gets as it is but for our own field."""
+class GuardedRequest:
+    """A request that vLLM gets as it is but for our own field, and what a policy changes of it."""
 
+    form: Form
     fields: dict[str, Any]
 
     @property
@@ -43,20 +49,40 @@ class ChatRequest:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Of the messages, in order."""
-        return tuple(message["role"] for message in self.fields["messages"])
+        """Of the messages, in order, as the model sees them."""
+        return self.form.roles(self.fields)
+
+    @property
+    def texts(self) -> list[Part]:
+        """Every text of the messages."""
+        return [(slot.message, slot.part, slot.text) for slot in self.form.slots(self.fields)]
 
     @property
     def choices(self) -> int:
         """How many answers are asked for; vLLM refuses a number that is none."""
-        n = self.fields.get("n")
-        return n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else 1
+        return self.form.choices(self.fields)
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream is to end with a count of tokens."""
         options = self.fields.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
+
+    def routed(self, model: str) -> GuardedRequest:
+        """The same for another model."""
+        return replace(self, fields={**self.fields, "model": model})
+
+    def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest:
+        """The same with the texts of all messages that are meant replaced."""
+        fields, roles = copy.deepcopy(self.fields), self.roles
+        slots, meant = self.form.slots(fields), places(selectors, roles)
+        parts: dict[int, int] = {}
+        for slot in slots:
+            parts[slot.message] = max(parts.get(slot.message, 0), slot.part + 1)
+        for slot in slots:
+            if meant & {(slot.message, part) for part in (None, slot.part, slot.part - parts[slot.message])}:
+                slot.replace(replacement)
+        return replace(self, fields=fields)
 
     def to_json(self, spec: MiaSpec | None = None) -> bytes:
         """The body for vLLM, asking for ``spec`` if there is one."""
@@ -69,12 +95,12 @@ class ChatRequest:
             raise InvalidRequestError("the body is nested too deeply") from None
 
 
-def parse_chat_request(raw: bytes) -> ChatRequest:
+def parse_request(form: Form, raw: bytes) -> GuardedRequest:
     """Raises ``InvalidRequestError`` that names the field; never another exception."""
     fields = _parse_object(raw)
     if not isinstance(fields.get("model"), str) or not fields["model"]:
         raise InvalidRequestError("model must be a string that is not empty", "model")
-    _check_messages(fields.get("messages"))
+    form.check(fields)
     if not isinstance(fields.get("stream"), bool | None):
         raise InvalidRequestError("stream must be true or false", "stream")
     xargs = fields.get("vllm_xargs")
@@ -85,7 +111,7 @@ def parse_chat_request(raw: bytes) -> ChatRequest:
             f"vllm_xargs.{taken[0]} is set by the guard alone; remove it", f"vllm_xargs.{taken[0]}"
         )
     _check_measurable(fields)
-    return ChatRequest(fields)
+    return GuardedRequest(form, fields)
 
 
 def _check_measurable(fields: dict[str, Any]) -> None:
@@ -96,16 +122,6 @@ def _check_measurable(fields: dict[str, Any]) -> None:
         for name, harmless in UNMEASURABLE.items():
             if name in given and given[name] not in harmless:
                 raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError("messages must be a list that is not empty", "messages")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
 
 
 def _parse_object(raw: bytes) -> dict[str, Any]:

@@ -1,48 +1,63 @@
-"""A chat request, stage by stage: who asks, what is asked, what the engine reads, what the policy says, what is done.
+"""A request for an answer, stage by stage: who asks, what is asked, what the engine reads, what the policy says.
 
 Owns the order of the stages and the actions. Each stage is a module of its own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
+from asyncio import Task
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 
-from guard.mia.spec import MiaSpec
 from guard.policy import Decision, Judges, Question, RequestFacts
+from guard.policy.measuring import Steering
 from guard.proxy.access import check_media_type
-from guard.proxy.answer import Answer
-from guard.proxy.body import ChatRequest, parse_chat_request
-from guard.proxy.errors import BlockedError, GuardUnavailableError, SteeringError
+from guard.proxy.answer import Answer, PlainAnswer
+from guard.proxy.body import GuardedRequest, parse_request
+from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
-from guard.proxy.refusal import refuse
+from guard.proxy.judged import block, relay_judged
+from guard.proxy.judging import AnswerJudge
+from guard.proxy.readouts import Finding
+from guard.proxy.recording import Handler
 from guard.proxy.relay import relay
 from guard.proxy.services import Services
-from guard.proxy.verdict import ShadowRefusedError, decide, spec_refusal
+from guard.proxy.verdict import ShadowRefusedError, Texts, decide, judge, read_texts, spec_refusal
+from guard.proxy.wire import Form
+
+PASSES = ("allow", "flag")
+UNREAD = Finding(None, "nothing was measured")
+ANEW = Finding(None, "the engine sent no readouts with the new answer")
 
 
-async def chat(services: Services, exchange: Exchange) -> None:
-    """Answer one chat request. Raises ``ApiError`` or ``ClientGoneError`` for every other end."""
-    record, settings = exchange.record, services.settings
-    services.access.check(exchange.headers)
-    exchange.need_method("POST")
-    check_media_type(exchange.headers)
-    raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
-    began_s = time.perf_counter()
-    request = parse_chat_request(raw)
-    record.model, record.streamed = request.model, request.streamed
-    judges = _judges(services, exchange, request)
-    await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
+def answering(form: Form) -> Handler:
+    """The handler of one API. It raises ``ApiError`` or ``ClientGoneError`` for every end but an answer."""
+
+    async def handle(services: Services, exchange: Exchange) -> None:
+        record, settings = exchange.record, services.settings
+        services.access.check(exchange.headers)
+        exchange.need_method("POST")
+        check_media_type(exchange.headers)
+        raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
+        began_s = time.perf_counter()
+        request = parse_request(form, raw)
+        record.model, record.streamed = request.model, request.streamed
+        judges = choose_judges(services, exchange, request.model)
+        await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
+
+    return handle
 
 
-def _judges(services: Services, exchange: Exchange, request: ChatRequest) -> Judges:
+def choose_judges(services: Services, exchange: Exchange, model: str) -> Judges:
     """The policies for this request, from now to its end, whatever is reloaded meanwhile."""
     record = exchange.record
     facts = RequestFacts(
         record.request_id,
         record.route,
-        request.model,
+        model,
         services.access.key_hash(exchange.headers),
         headers=exchange.headers,
     )
@@ -52,64 +67,139 @@ def _judges(services: Services, exchange: Exchange, request: ChatRequest) -> Jud
     return judges
 
 
+@dataclass(frozen=True)
+class _Asking:
+    """One request on its way through the stages."""
+
+    services: Services
+    exchange: Exchange
+    request: GuardedRequest
+    judges: Judges
+    asked: Question
+    texts: Texts
+    sent_s: float
+
+    def send(self, *, early: bool) -> AbstractAsyncContextManager[Task[Answer]]:
+        exchange, spec = self.exchange, self.asked.spec
+        body = self.request.to_json(spec if spec.asks else None)
+        path, request_id = self.request.form.route, exchange.record.request_id
+        return self.services.upstream.ask(path, body, request_id, exchange.headers, early=early)
+
+    async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
+        """The answer to the client. A decision comes back when another answer is wanted first."""
+        failed = isinstance(answer, PlainAnswer) and answer.failed
+        if failed or not self.judges.judges_answers:
+            await relay(self.exchange, answer, self.request.form.ends)
+            return None
+        judge = AnswerJudge(self.judges, self.asked, finding.readouts, finding.reason)
+        return await relay_judged(self.exchange, self.request, answer, judge, attempts)
+
+
 async def _guarded(
-    services: Services, exchange: Exchange, request: ChatRequest, judges: Judges, began_s: float
+    services: Services, exchange: Exchange, request: GuardedRequest, judges: Judges, began_s: float
 ) -> None:
     """The answer that the policy wants."""
-    record, asked = exchange.record, judges.ask(request.roles)
+    record, roles = exchange.record, request.roles
+    asked, texts = judges.ask(roles), await read_texts(judges, request)
     sent_s = time.perf_counter()
     record.own_s = sent_s - began_s
     try:
+        first = _Asking(services, exchange, request, judges, asked, texts, sent_s)
         try:
-            await _judged(services, exchange, request, judges, asked)
+            await _judged(first)
         except ShadowRefusedError as error:
             # What a shadow policy cannot have must not cost the live one its scores.
-            await _judged(services, exchange, request, judges, judges.ask_alone(request.roles, str(error)))
+            await _judged(replace(first, asked=judges.ask_alone(roles, str(error)), sent_s=time.perf_counter()))
     finally:
         record.upstream_s = time.perf_counter() - sent_s
 
 
-async def _judged(
-    services: Services, exchange: Exchange, request: ChatRequest, judges: Judges, asked: Question
-) -> None:
-    sent_s = time.perf_counter()
-    body = request.to_json(asked.spec if asked.spec.asks else None)
-    async with _ask(services, exchange, body, early=not request.streamed) as opening:
-        decision = await decide(judges, asked, opening, exchange.record, sent_s)
-        if decision is None:
-            return await relay(exchange, await opening)
-        again = decision.action == "block" or decision.steer or await spec_refusal(await opening) is not None
-        if not again:
-            return await relay(exchange, await opening)
+async def _judged(asking: _Asking) -> None:
+    """First the prompt; the answer that began meanwhile is the client's when nothing else is decided."""
+    record, request = asking.exchange.record, asking.request
+    decision = None if asking.asked.reads else judge(asking.judges, asking.asked, UNREAD, record, asking.texts)
+    unread = False
+    if decision is None or decision.action in PASSES:
+        async with asking.send(early=asking.asked.reads and not request.streamed) as opening:
+            finding = UNREAD
+            if decision is None:
+                decided = await decide(
+                    asking.judges, asking.asked, opening, record, asking.sent_s, asking.texts, waits=_waits(asking)
+                )
+                if decided is None:
+                    return await relay(asking.exchange, await opening, request.form.ends)
+                decision, finding = decided
+            refusal = None
+            if decision.action in PASSES or (decision.action != "block" and opening.done()):
+                refusal = await spec_refusal(await opening)
+                unread = refusal is not None
+            if unread and asking.judges.only_beside and not asking.asked.reads:
+                raise ShadowRefusedError(f"the engine refuses: {refusal}")
+            if decision.action in PASSES and not unread:
+                wanted = await asking.pass_on(await opening, finding)
+                if wanted is None:
+                    return
+                decision = wanted
     # Left, the first request is closed, and vLLM stops answering it.
     if decision.action == "block":
-        return await _block(exchange, request, decision)
-    await _ask_again(
-        services, exchange, request, judges.live.steered(decision, request.roles) if decision.steer else None
-    )
+        return await block(asking.exchange, request, decision)
+    await _ask_again(asking, decision, unread)
 
 
-async def _block(exchange: Exchange, request: ChatRequest, decision: Decision) -> None:
-    """Raises, unless the policy wants an answer; the client can tell a hit from a guard that could not measure."""
-    if decision.by is None:
-        raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
-    if decision.by.respond == "error":
-        raise BlockedError(f"{decision.message} (rule {decision.rule})")
-    await refuse(exchange, request, decision.message)
+def _waits(asking: _Asking) -> bool:
+    return not asking.request.streamed or asking.judges.live.streaming != "observe"
 
 
-async def _ask_again(services: Services, exchange: Exchange, request: ChatRequest, spec: MiaSpec | None) -> None:
-    """The answer is generated anew: steered, or without what the engine refused to read and the policy can spare."""
-    if spec is None:
-        exchange.record.armed = ()
-    async with _ask(services, exchange, request.to_json(spec), early=False) as opening:
-        answer = await opening
-        if refusal := await spec_refusal(answer):
-            raise SteeringError(f"the engine cannot steer as the policy says: {refusal}")
-        await relay(exchange, answer)
+async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
+    """The answer is generated anew, as often as the policy says: steered, redacted, by another model; or without what
+    the engine refused to read and the policy can spare (``unread``)."""
+    attempts: Counter[str] = Counter()
+    if decision.by is not None and decision.by.stage == "output":
+        attempts[decision.by.name] = 1
+    judges, request = asking.judges, asking.request
+    steerings: Sequence[Steering] = judges.live.armed
+    while True:
+        if decision.steer:
+            steerings = judges.live.steerings_for(decision)
+        elif unread and decision.action in PASSES:
+            steerings = asking.exchange.record.armed = ()
+        request = _changed(request, decision, judges)
+        asked = judges.ask_again(request.roles, steerings)
+        if unread:
+            asked = replace(asked, spec=judges.live.steering_spec(steerings, request.roles))
+        again = replace(asking, request=request, asked=asked)
+        async with again.send(early=False) as opening:
+            answer = await opening
+            if refusal := await spec_refusal(answer):
+                raise SteeringError(f"the engine cannot steer as the policy says: {refusal}")
+            if decision.action == "route" and isinstance(answer, PlainAnswer) and answer.status == 404:
+                raise RoutingError(f"rule {decision.rule} routes to a model that the engine does not serve")
+            wanted = await again.pass_on(answer, ANEW, attempts.total())
+        if wanted is None:
+            return
+        rule = wanted.by
+        assert rule is not None, "only a rule that hit asks for another answer"
+        if attempts[rule.name] >= rule.attempts:
+            return await _give_up(asking, wanted)
+        attempts[rule.name] += 1
+        decision = wanted
 
 
-def _ask(
-    services: Services, exchange: Exchange, body: bytes, *, early: bool
-) -> AbstractAsyncContextManager[asyncio.Task[Answer]]:
-    return services.upstream.ask(body, exchange.record.request_id, exchange.headers, early=early)
+async def _give_up(asking: _Asking, wanted: Decision) -> None:
+    """No other answer is left to try."""
+    record = asking.exchange.record
+    blocked = replace(wanted, action="block", reason=f"{wanted.reason}, and again in every answer that was tried")
+    if record.answer is not None:
+        record.answer = replace(record.answer, decision=blocked)
+    await block(asking.exchange, asking.request, blocked)
+
+
+def _changed(request: GuardedRequest, decision: Decision, judges: Judges) -> GuardedRequest:
+    """The request with everything that rules redact in it, for the model that a rule routes to."""
+    for hit in decision.hits:
+        rule = judges.live.rule(hit.rule)
+        if rule.stage == "prompt" and rule.redact is not None and hit.action == "redact" and hit.mode == "enforce":
+            request = request.redacted(rule.redact.messages, rule.redact.replacement)
+    if decision.action == "route" and decision.by is not None and decision.by.route is not None:
+        request = request.routed(decision.by.route.model)
+    return request

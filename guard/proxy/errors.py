@@ -13,6 +13,7 @@
     ├── BlockedError              400  a rule hit
     ├── GuardUnavailableError     503  a rule that blocks on_error got no score
     ├── SteeringError             502  vLLM cannot steer as the policy says
+    ├── RoutingError              502  vLLM does not serve the model that a rule routes to
     ├── UpstreamError             502  vLLM cannot be reached, or its answer broke off
     │   ├── UpstreamBusyError     503  it does not accept connections in time
     │   └── UpstreamSilentError   504  it accepted, and then said nothing
@@ -141,6 +142,13 @@ class GuardUnavailableError(ApiError):
 class SteeringError(ApiError):
     status = 502
     code = "steering_unavailable"
+    outcome = "guard_unavailable"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
+
+
+class RoutingError(ApiError):
+    status = 502
+    code = "routing_unavailable"
     outcome = "guard_unavailable"
     headers: Mapping[str, str] = {"x-should-retry": "false"}
 

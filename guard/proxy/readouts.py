@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from guard.mia.results import EVENT_OBJECT, Readouts
@@ -35,15 +36,28 @@ class Finding:
 def from_event(text: bytes, arrived_s: float) -> Finding:
     """One event as JSON. Of several choices the one with most complete readouts counts: the prompt is the same."""
     try:
-        event = json.loads(text)
-        if event["object"] != EVENT_OBJECT:
-            raise ValueError(EVENT_OBJECT)
-        parsed = [Readouts.from_wire(wire) for wire in event["readouts"] if wire["stage"] == "prompt"]
+        parsed = [one for one in all_readouts(text) if one.stage == "prompt"]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Finding(None, "the engine's readouts cannot be read", arrived_s)
     if not parsed:
         return Finding(None, "the engine sent no readouts of the prompt", arrived_s)
-    return Finding(max(parsed, key=_complete), arrived_s=arrived_s)
+    return Finding(most_complete(parsed), arrived_s=arrived_s)
+
+
+def all_readouts(text: bytes) -> list[Readouts]:
+    """Those of one event, of all stages. Raises what JSON and the readouts' types raise."""
+    event = json.loads(text)
+    if event["object"] != EVENT_OBJECT:
+        raise ValueError(EVENT_OBJECT)
+    return [Readouts.from_wire(wire) for wire in event["readouts"]]
+
+
+def readouts_of(text: bytes) -> list[Readouts]:
+    """The same; none when they cannot be read: a score is then missing."""
+    try:
+        return all_readouts(text)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return []
 
 
 def is_event(frame: bytes) -> bool:
@@ -59,5 +73,6 @@ def split_field(body: bytes) -> tuple[bytes, bytes | None]:
     return body[:at] + b"}", body[at + len(b',"mia":') : -1]
 
 
-def _complete(readouts: Readouts) -> int:
-    return sum(item.status == "complete" for item in readouts.items.values())
+def most_complete(parsed: Sequence[Readouts]) -> Readouts:
+    """Of readouts of one prompt those with the most that is complete."""
+    return max(parsed, key=lambda one: sum(item.status == "complete" for item in one.items.values()))

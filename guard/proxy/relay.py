@@ -7,31 +7,32 @@ for an end. Never decides anything.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from guard.proxy.answer import Answer, StreamedAnswer, Whole
 from guard.proxy.errors import UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.telemetry.record import RequestRecord
 
-END_FRAME = b"data: [DONE]"
 ERROR_FRAME = b'data: {"error"'
 USAGE = b'"usage":{'
 
 
-async def relay(exchange: Exchange, answer: Answer) -> None:
+async def relay(exchange: Exchange, answer: Answer, ends: Callable[[bytes], bool]) -> None:
+    """``ends``: whether a frame is a stream's last."""
     if isinstance(answer, StreamedAnswer):
-        await _relay_stream(exchange, answer)
+        await _relay_stream(exchange, answer, ends)
     else:
         await relay_whole(exchange, await answer.whole())
 
 
 async def relay_whole(exchange: Exchange, whole: Whole) -> None:
     exchange.record.outcome = "completed" if whole.status == 200 else "upstream_error"
-    _count_tokens(exchange.record, whole.body)
+    count_tokens(exchange.record, whole.body)
     await exchange.respond(whole.status, whole.headers, whole.body)
 
 
-async def _relay_stream(exchange: Exchange, answer: StreamedAnswer) -> None:
+async def _relay_stream(exchange: Exchange, answer: StreamedAnswer, ends: Callable[[bytes], bool]) -> None:
     last, usage, failed = b"", b"", False
     async for frames in answer.batches():
         if not exchange.started:
@@ -42,14 +43,18 @@ async def _relay_stream(exchange: Exchange, answer: StreamedAnswer) -> None:
             usage = last if USAGE in last else usage
         if frames:
             await exchange.stream(b"".join(frames))
-    _count_tokens(exchange.record, usage.removeprefix(b"data: "))
-    if not last.startswith(END_FRAME):
-        raise UpstreamError("the model server's answer broke off")
+    count_tokens(exchange.record, usage.removeprefix(b"data: "))
+    if not ends(last):
+        raise broke_off()
     exchange.record.outcome = "upstream_error" if failed else "completed"
     await exchange.end()
 
 
-def _count_tokens(record: RequestRecord, body: bytes) -> None:
+def broke_off() -> UpstreamError:
+    return UpstreamError("the model server's answer broke off")
+
+
+def count_tokens(record: RequestRecord, body: bytes) -> None:
     """What the usage of a JSON answer, or of a chunk, says."""
     if USAGE not in body:
         return

@@ -13,12 +13,14 @@ from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind
 from guard.policy.store import Reload
 from guard.proxy.access import Access
 from guard.proxy.upstream import Upstream
+from guard.proxy.wire_choices import chat_form, completions_form
 from guard.settings import Settings
 from guard.telemetry.ledger import Ledger
 from guard.telemetry.metrics import Metrics
 
-CHAT, MODELS, OTHER = "/v1/chat/completions", "/v1/models", "other"
-ROUTES = (CHAT, MODELS, OTHER)
+FORMS = (chat_form, completions_form)
+MODELS, OTHER = "/v1/models", "other"
+ROUTES = (*(form.route for form in FORMS), MODELS, OTHER)
 """The values of the label ``route``."""
 
 DRAIN_LIMIT_S = 2.0

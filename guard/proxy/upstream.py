@@ -59,16 +59,16 @@ class Upstream:
 
     @asynccontextmanager
     async def ask(
-        self, body: bytes, request_id: str, client_headers: Mapping[str, str], *, early: bool
+        self, path: str, body: bytes, request_id: str, client_headers: Mapping[str, str], *, early: bool
     ) -> AsyncIterator[asyncio.Task[Answer]]:
-        """Send a chat request; the task ends when the answer's head is there. Left, the connection is given back when
-        the answer was read to its end, and closed otherwise."""
+        """Send a request to ``path``; the task ends when the answer's head is there. Left, the connection is given back
+        when the answer was read to its end, and closed otherwise."""
         headers = {name: client_headers[name] for name in CLIENT_HEADERS if name in client_headers}
         headers |= {"content-type": "application/json", "x-request-id": request_id}
         if early:
             headers[EARLY_HEADER] = "1"
         responses: list[aiohttp.ClientResponse] = []
-        opening = asyncio.create_task(self._open(body, headers, responses))
+        opening = asyncio.create_task(self._open(path, body, headers, responses))
         try:
             yield opening
         finally:
@@ -77,11 +77,11 @@ class Upstream:
             for response in responses:
                 response.close()
 
-    async def _open(self, body: bytes, headers: Mapping[str, str], responses: list[aiohttp.ClientResponse]) -> Answer:
+    async def _open(
+        self, path: str, body: bytes, headers: Mapping[str, str], responses: list[aiohttp.ClientResponse]
+    ) -> Answer:
         with upstream_errors():
-            response = await self._client.post(
-                f"{self._base}/v1/chat/completions", data=body, headers=headers, allow_redirects=False
-            )
+            response = await self._client.post(f"{self._base}{path}", data=body, headers=headers, allow_redirects=False)
         responses.append(response)
         return answer_of(response)
 

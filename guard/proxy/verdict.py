@@ -9,41 +9,67 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 
+from detectors.base import Score
 from guard.policy import Decision, Judges, Question
+from guard.policy.judges import PROMPT
 from guard.proxy.answer import Answer, PlainAnswer
+from guard.proxy.body import GuardedRequest
 from guard.proxy.readouts import Finding
 from guard.telemetry.record import Beside, RequestRecord
+
+Texts = Mapping[str, Score]
+"""Scores of detectors that read text, by key."""
 
 
 class ShadowRefusedError(Exception):
     """The engine cannot read what was asked, of which a part is the shadow policy's alone. The message says why."""
 
 
+async def read_texts(judges: Judges, request: GuardedRequest) -> Texts:
+    """Scores by key of the detectors that read the prompt's text; in a thread, so that nobody else waits."""
+    late = judges.unread(PROMPT, Score("unavailable", reason="the text was not read in time", timed_out=True))
+    if not late:
+        return {}
+    try:
+        async with asyncio.timeout(judges.live.hold_s or judges.live.prompt_timeout_s):
+            return await asyncio.to_thread(judges.read_prompt, request.texts, request.roles)
+    except TimeoutError:
+        return late
+
+
 async def decide(
-    judges: Judges, asked: Question, opening: asyncio.Task[Answer], record: RequestRecord, sent_s: float
-) -> Decision | None:
-    """The decision, put on the record too. None when there is nothing to judge: vLLM refused the request.
+    judges: Judges,
+    asked: Question,
+    opening: asyncio.Task[Answer],
+    record: RequestRecord,
+    sent_s: float,
+    texts: Texts,
+    *,
+    waits: bool,
+) -> tuple[Decision, Finding] | None:
+    """The decision, put on the record too, and what it rests on. None when there is nothing to judge: vLLM refused the
+    request. Unless it ``waits``, what is not there before the answer counts as missing.
 
     Raises ``ShadowRefusedError``.
     """
-    if not asked.reads:
-        return _judge(judges, asked, Finding(None, "nothing was measured"), record)
-    finding = await _find(judges, asked, opening)
+    finding = await _find(judges, asked, opening, judges.hold_s(asked) if waits else 0.0)
     if finding is None:
         return None
     if finding.readouts is not None:
         record.upstream_first_byte_s = finding.arrived_s - sent_s
         record.prompt_tokens = finding.readouts.prompt_tokens
-    decision = _judge(judges, asked, finding, record)
+    decision = judge(judges, asked, finding, record, texts)
     decided_s = time.perf_counter()
     record.verdict_s = decided_s - sent_s
     record.own_s += decided_s - finding.arrived_s
-    return decision
+    return decision, finding
 
 
-def _judge(judges: Judges, asked: Question, finding: Finding, record: RequestRecord) -> Decision:
-    scores = judges.scores(asked, finding.readouts, finding.reason, timed_out=finding.timed_out)
+def judge(judges: Judges, asked: Question, finding: Finding, record: RequestRecord, texts: Texts) -> Decision:
+    """The decision on a prompt, put on the record too."""
+    scores = judges.scores(asked, finding.readouts, finding.reason, timed_out=finding.timed_out, texts=texts)
     decision, would = judges.decide(scores)
     record.scores, record.measured, record.decision = scores.live, judges.live.digests, decision
     record.armed = asked.armed
@@ -53,8 +79,7 @@ def _judge(judges: Judges, asked: Question, finding: Finding, record: RequestRec
     return decision
 
 
-async def _find(judges: Judges, asked: Question, opening: asyncio.Task[Answer]) -> Finding | None:
-    hold_s = judges.hold_s(asked)
+async def _find(judges: Judges, asked: Question, opening: asyncio.Task[Answer], hold_s: float) -> Finding | None:
     # Scores that nobody acts on are worth recording, and not worth waiting for.
     limit_s = hold_s or judges.live.prompt_timeout_s
     try:

@@ -19,8 +19,8 @@ from guard.telemetry.ledger import Result
 from guard.telemetry.record import Beside, Outcome, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-ACTIONS = ("none", "allow", "flag", "steer", "block")
-HIT_ACTIONS = ("allow", "flag", "steer", "block")
+HIT_ACTIONS = ("allow", "flag", "redact", "steer", "retry", "route", "block")
+ACTIONS = ("none", *HIT_ACTIONS)
 OWN_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 ENGINE_BUCKETS_S = (
     *(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -171,9 +171,10 @@ class Metrics:
         """Add one finished request."""
         route = record.route
         self.requests.labels(route, record.policy, record.action, record.outcome).inc()
-        for hit in record.decision.hits if record.decision else ():
+        for hit in record.hits:
             self.rule_hits.labels(record.policy, hit.rule, hit.action, hit.mode).inc()
-        for name, score in record.scores.items():
+        answered = record.answer.scores if record.answer else {}
+        for name, score in {**answered, **record.scores}.items():
             kind = self._kinds[record.policy, name]
             self.detector_results.labels(name, kind, score.status).inc()
             if score.value is not None:
@@ -191,7 +192,8 @@ class Metrics:
                 histogram.labels(route).observe(duration_s)
 
     def _count_shadow(self, record: RequestRecord, shadow: Beside) -> None:
-        for hit in shadow.decision.hits:
+        answered = record.answer.shadow if record.answer else None
+        for hit in (*shadow.decision.hits, *(answered.hits if answered else ())):
             self.rule_hits.labels(shadow.policy, hit.rule, hit.action, "shadow").inc()
         self.shadow_decisions.labels(record.policy, shadow.policy, record.action, shadow.decision.action).inc()
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from detectors.base import Score
 from guard.policy import Decision, RuleHit
+from guard.policy.schema import SEVERITY
 
 Outcome = Literal[
     "completed",
@@ -44,6 +45,20 @@ class Beside:
     decision: Decision
 
 
+@dataclass(frozen=True)
+class Answered:
+    """What was made of the answer. ``choice``: the one that decided; ``scores``: of its worst text.
+
+    ``shadow``: what the shadow policy made of the same. ``attempts``: how often the answer was generated again.
+    """
+
+    choice: int
+    scores: Mapping[str, Score]
+    decision: Decision
+    shadow: Decision | None
+    attempts: int
+
+
 @dataclass
 class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds."""
@@ -62,6 +77,7 @@ class RequestRecord:
     decision: Decision | None = None
     armed: tuple[str, ...] = ()
     shadow: Beside | None = None
+    answer: Answered | None = None
     outcome: Outcome = "internal_error"
     error_code: str | None = None
     status: int | None = None
@@ -76,17 +92,28 @@ class RequestRecord:
     @property
     def action(self) -> str:
         """What was decided; ``none`` when it did not come to a decision."""
-        return self.decision.action if self.decision else "none"
+        decision = self.deciding
+        return decision.action if decision else "none"
+
+    @property
+    def deciding(self) -> Decision | None:
+        """Of the decisions on prompt and answer the more severe one."""
+        both = [one for one in (self.decision, self.answer.decision if self.answer else None) if one is not None]
+        return max(both, key=lambda one: SEVERITY[one.action], default=None)
+
+    @property
+    def hits(self) -> tuple[RuleHit, ...]:
+        """Of the rules for prompt and answer."""
+        return (self.decision.hits if self.decision else ()) + (self.answer.decision.hits if self.answer else ())
 
     @property
     def rules(self) -> list[str]:
         """Names of the enforced rules that hit. One that could not be judged and lets pass has not."""
-        hits = self.decision.hits if self.decision else ()
-        return [hit.rule for hit in hits if hit.mode == "enforce" and hit.action != "allow"]
+        return [hit.rule for hit in self.hits if hit.mode == "enforce" and hit.action != "allow"]
 
     def to_entry(self) -> dict[str, Any]:
         """The ledger's line; ``ENTRY_FIELDS`` says what each field means."""
-        decision = self.decision
+        decision = self.deciding
         return {
             "time": self.started_at.isoformat(timespec="milliseconds"),
             "request_id": self.request_id,
@@ -101,10 +128,12 @@ class RequestRecord:
             "rule": decision.rule if decision else None,
             "reason": decision.reason if decision else None,
             "rules": self.rules,
-            "hits": [_hit(hit) for hit in decision.hits] if decision else [],
+            "hits": [_hit(hit) for hit in self.hits],
+            "prompt_action": self.decision.action if self.decision else "none",
             "armed": list(self.armed),
             **_scores(self.scores, self.measured),
             "shadow": _beside(self.shadow) if self.shadow else None,
+            "answer": _answered(self.answer, self.measured) if self.answer else None,
             "outcome": self.outcome,
             "error_code": self.error_code,
             "status": self.status,
@@ -128,12 +157,14 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "policy": "Name of the policy that judged it.",
     "policy_hash": "SHA-256 of the policy's content.",
     "assignment": "The assignment of selection.yaml that chose the policy; null for its default.",
-    "action": "allow, flag, steer or block; none when it did not come to a decision.",
+    "action": "allow, flag, redact, steer, retry, route or block, of prompt and answer the more severe; none when it "
+    "did not come to a decision.",
     "would": "The action if shadow rules were enforced too.",
     "rule": "The rule that decided.",
     "reason": "Its condition, with the scores.",
     "rules": "All enforced rules that hit.",
     "hits": "Rules that hit or could not be judged, shadow rules too, each with its reason.",
+    "prompt_action": "What the rules for prompts alone decided.",
     "armed": "Rules whose gated steering went with the request: the engine opened it, or not.",
     "scores": "Score of each detector; null when there is none.",
     "detectors": "scored, or unavailable or not_applicable and why.",
@@ -141,6 +172,9 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "measured": "What each score depends on, as KIND@HASH: scores compare where these are the same.",
     "shadow": "What the shadow policy beside would have done: policy, policy_hash, action, rule, reason, hits, scores, "
     "detectors, timed_out, measured, all as above; null without one.",
+    "answer": "What rules of the stages stream and output made of the answer: the choice that decided, action, rule, "
+    "reason, its scores, detectors, timed_out, measured, how many attempts there were to generate it again, and what "
+    "the shadow policy would have done (would); null when no rule judges answers, or there was none.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
@@ -169,6 +203,18 @@ def _beside(shadow: Beside) -> dict[str, Any]:
         "reason": shadow.decision.reason,
         "hits": [_hit(hit) for hit in shadow.decision.hits],
         **_scores(shadow.scores, shadow.measured),
+    }
+
+
+def _answered(answer: Answered, measured: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "choice": answer.choice,
+        "action": answer.decision.action,
+        "rule": answer.decision.rule,
+        "reason": answer.decision.reason,
+        "attempts": answer.attempts,
+        "would": answer.shadow.action if answer.shadow else None,
+        **_scores(answer.scores, measured),
     }
 
 

@@ -126,22 +126,51 @@ def test_a_detector_that_raises_gives_no_score_and_the_others_do(tmp_path: Path)
     assert scores["two"].status == "scored"
 
 
+@dataclass
+class Grown(Fake):
+    """Reads what the model computes while it answers."""
+
+    def plan(self) -> CapturePlan:
+        return CapturePlan(hidden={"h": HiddenCapture(layer=3, positions="generated")})
+
+
+@pytest.mark.parametrize("stage", ["prompt", "stream"])
+def test_what_is_read_at_an_answers_end_cannot_be_judged_before(tmp_path: Path, stage: str) -> None:
+    loaded = load(tmp_path, POLICY.replace("action: block", f"action: block\n    stage: {stage}", 1))
+    with pytest.raises(PolicyError, match=r"rules.0.stage: one reads generated tokens.*stage output"):
+        bind(loaded, {"one": Grown(), "two": Fake()})
+
+
+def test_an_answers_scores_are_no_part_of_the_prompts(tmp_path: Path) -> None:
+    text = POLICY.replace("action: block", "action: block\n    stage: output")
+    policy = bind(load(tmp_path, text), {"one": Fake(), "two": Fake()})
+    assert policy.detectors_of(("prompt",)) == policy.detectors_of(("output",)) == {"one", "two"}
+    text = text.replace(", spans: {data: tool}", "")
+    policy = bind(load(tmp_path, text), {"one": Fake(), "two": Grown()})
+    assert policy.detectors_of(("prompt",)) == {"one"}
+    assert policy.detectors_of(("output",)) == {"one", "two"}
+    assert policy.holds_answers
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("streaming", "rule", "fits"),
     [
-        ("action: redact\n    redact: {messages: user}", "9: rules.0.action: this version of the proxy cannot"),
-        ("action: route\n    route: {model: m}\n    mode: shadow", "cannot carry out action route"),
-        (
-            "action: flag\n    stage: output",
-            "10: rules.0.stage: this version of the proxy cannot carry out stage output",
-        ),
+        ("hold", "stage: output\n    action: retry\n    steer: [{vector: calm, layer: 3, coefficient: 2}]", True),
+        ("window", "stage: output\n    action: retry\n    steer: [{vector: calm, layer: 3, coefficient: 2}]", False),
+        ("window", "stage: stream\n    action: redact\n    redact: {}", True),
+        ("observe", "stage: stream\n    action: redact\n    redact: {}", False),
+        ("window", "stage: output\n    action: redact\n    redact: {}", False),
+        ("observe", "stage: output\n    action: route\n    route: {model: m}", False),
+        ("observe", "stage: output\n    action: block", True),
     ],
 )
-def test_what_the_proxy_cannot_carry_out_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    loaded = load(tmp_path, POLICY.replace("action: block", text, 1))
-    with pytest.raises(PolicyError) as caught:
-        bind(loaded, {"one": Fake(), "two": Fake()})
-    assert message in str(caught.value)
+def test_what_has_left_already_cannot_be_changed(tmp_path: Path, streaming: str, rule: str, fits: bool) -> None:
+    text = POLICY.replace("name: test", f"name: test\nstreaming: {streaming}").replace("action: block", rule, 1)
+    if fits:
+        assert load(tmp_path, text).policy.streaming == streaming
+        return
+    with pytest.raises(PolicyError, match="comes too late with streaming"):
+        load(tmp_path, text)
 
 
 SCOPED = POLICY.replace("two: {kind: fake, spans: {data: tool}}", "two: {kind: fake, spans: {data: new_tool_results},\n"

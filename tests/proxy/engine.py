@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from aiohttp import web
 
-from guard.mia.results import EVENT_OBJECT, HiddenReadout, Readouts
+from guard.mia.results import EVENT_OBJECT, HiddenReadout, Readouts, RowsReadout
 
 WORDS = ("The", " answer", " is", " 42", ".")
 
@@ -24,7 +24,11 @@ Event = Literal["ok", "missing", "garbled", "not_json", "dropped", "empty"]
 
 @dataclass
 class FakeEngine:
-    """``logit``: what the hidden state holds for a probe of weight 1. Delays in seconds; None never ends."""
+    """``logit``: what the hidden state holds for a probe of weight 1. Delays in seconds; None never ends.
+
+    ``scripts``: the answer's words, one script a request, the last for all others; ``frames`` and ``body`` are a stream
+    and a whole answer as they are. ``final_logits``: what each request's answer held, in turn, at its one token.
+    """
 
     logit: float = -5.0
     event: Event = "ok"
@@ -43,9 +47,14 @@ class FakeEngine:
     refuses_captures_of: str | None = None
     extra_headers: dict[str, str] = field(default_factory=lambda: {"server": "engine", "x-internal": "secret"})
     served: tuple[str, ...] = ("tiny",)
+    scripts: list[tuple[str, ...]] = field(default_factory=lambda: [WORDS])
+    frames: list[bytes] | None = None
+    body: bytes | None = None
+    final_logits: list[float] = field(default_factory=list)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     open: int = 0
     aborted: int = 0
 
@@ -79,9 +88,18 @@ class FakeEngine:
             wire["items"]["danger.layer3"] = {"kind": "hidden", "status": "complete", "values": {"dtype": "float99"}}
         return json.dumps({"object": EVENT_OBJECT, "readouts": [] if self.event == "empty" else [wire]}).encode()
 
+    def final_readouts(self) -> list[dict[str, Any]]:
+        """Of the generated tokens, for a detector that is called drift."""
+        if not self.final_logits:
+            return []
+        logit = self.final_logits[min(len(self.bodies), len(self.final_logits)) - 1]
+        rows = RowsReadout("complete", 3, (7,), (1,), np.array([[logit]], np.float32))
+        return [Readouts({"drift.rows": rows}, prompt_tokens=7, stage="final").to_wire()]
+
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        self.paths.append(request.path)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.open += 1
         try:
@@ -105,14 +123,18 @@ class FakeEngine:
             error = {"message": "this engine has no such tap", "type": "x", "param": "y", "code": "invalid_mia_spec"}
             return web.json_response({"error": error}, status=400)
         reads = "hidden" in spec and self.event != "missing"
-        text = "steered" if "steer" in spec else "".join(WORDS)
+        if body["model"] not in self.served:
+            return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
+        script = self.scripts[min(len(self.bodies), len(self.scripts)) - 1]
+        plain = "steer" not in spec or len(self.scripts) > 1
+        text = "".join(script) if plain else "steered"
         if body.get("stream"):
-            return await self._stream(request, reads, [text] if "steer" in spec else list(WORDS))
+            return await self._stream(request, reads, list(script) if plain else [text])
         if reads and request.headers.get("x-mia-early") == "1" and not self.event_in_field:
             return await self._early(request, text)
         await self._sleep(self.event_delay_s)
         await self._sleep(self.answer_delay_s)
-        whole = self.whole(text)
+        whole = self.body or self.whole(text)
         if reads:
             whole = whole[:-1] + b',"mia":' + self.event_bytes() + b"}"
         return web.Response(body=whole, content_type="application/json", headers=self.extra_headers)
@@ -126,17 +148,25 @@ class FakeEngine:
         if self.break_after_words is not None:
             self._break(request)
         envelope = {
+            "readouts": self.final_readouts(),
             "status": self.later_error or 200,
             "headers": {"content-type": "application/json", **self.extra_headers},
         }
         await response.write((b"[]" if self.garbled_envelope else json.dumps(envelope).encode()) + b"\n")
-        await response.write(b'{"error":"engine died"}' if self.later_error else self.whole(text))
+        await response.write(b'{"error":"engine died"}' if self.later_error else self.body or self.whole(text))
         return response
 
     async def _stream(self, request: web.Request, reads: bool, words: list[str]) -> web.StreamResponse:
         headers = {"content-type": "text/event-stream; charset=utf-8", **self.extra_headers}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
+        if self.frames is not None and reads:
+            await response.write(b"data: " + self.event_bytes() + b"\n\n")
+        for frame in self.frames or ():
+            await self._sleep(self.word_delay_s)
+            await response.write(frame)
+        if self.frames is not None:
+            return response
         for i, word in enumerate(words):
             if i == self.event_after_frames and reads:
                 await self._sleep(self.event_delay_s)
@@ -146,6 +176,10 @@ class FakeEngine:
             await self._sleep(self.word_delay_s)
             await response.write(self.frame(word))
         await self._sleep(self.answer_delay_s)
+        if finals := self.final_readouts():
+            await response.write(
+                b"data: " + json.dumps({"object": EVENT_OBJECT, "readouts": finals}).encode() + b"\n\n"
+            )
         if not self.leave_out_done:
             await response.write(b"data: [DONE]\n\n")
         return response
@@ -169,7 +203,8 @@ class FakeEngine:
 @asynccontextmanager
 async def running(engine: FakeEngine, port: int = 0) -> AsyncIterator[FakeEngine]:
     app = web.Application(client_max_size=64 * 1024 * 1024)
-    app.router.add_post("/v1/chat/completions", engine.chat)
+    for path in ("chat/completions", "completions", "responses", "messages", "embeddings"):
+        app.router.add_post(f"/v1/{path}", engine.chat)
     app.router.add_get("/v1/models", engine.models)
     app.router.add_get("/health", engine.health)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guard.mia.spec import HiddenCapture, MiaSpec
-from guard.proxy.body import parse_chat_request
+from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.wire_choices import chat_form
 from tests.proxy.conftest import BODY, Proxy, StartProxy
 from tests.proxy.engine import FakeEngine, running
 
@@ -89,7 +90,7 @@ async def test_a_malformed_request_is_a_400_in_openais_shape_and_goes_no_further
 @settings(max_examples=300)
 def test_any_bytes_are_a_request_or_a_refusal(raw: bytes) -> None:
     try:
-        assert parse_chat_request(raw).model
+        assert parse_request(chat_form, raw).model
     except InvalidRequestError:
         return
 
@@ -105,7 +106,7 @@ json_values = st.recursive(
 @settings(max_examples=200)
 def test_the_engine_gets_every_field_unchanged_but_for_ours(extra: dict[str, Any], ascii_only: bool) -> None:
     fields = {"vllm_xargs": {"other": "x"}, **{f"x_{name}": value for name, value in extra.items()}, **BODY}
-    parsed = parse_chat_request(json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"))
+    parsed = parse_request(chat_form, json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"))
     sent = json.loads(parsed.to_json(SPEC))
     assert sent["vllm_xargs"].pop("mia") == SPEC.to_wire()
     assert sent == fields
@@ -116,7 +117,7 @@ def test_the_engine_gets_every_field_unchanged_but_for_ours(extra: dict[str, Any
 def test_a_deep_or_odd_messages_field_never_raises_anything_else(messages: Any) -> None:
     refusal = None
     try:
-        parse_chat_request(json.dumps({"model": "m", "messages": messages}).encode())
+        parse_request(chat_form, json.dumps({"model": "m", "messages": messages}).encode())
     except InvalidRequestError as error:
         refusal = error
     assert refusal is None or (refusal.param or "").startswith("messages")
@@ -149,7 +150,7 @@ async def test_a_large_body_within_the_limit_passes(proxy: Proxy) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("POST", "/v1/completions", 404), ("POST", "/v1/embeddings", 404), ("GET", "/", 404), ("GET", "/docs", 404),
+        ("POST", "/v1/embeddings", 404), ("GET", "/", 404), ("GET", "/docs", 404),
         ("GET", "/openapi.json", 404), ("POST", "/v1/chat/completions/", 404), ("POST", "//v1/chat/completions", 404),
         ("POST", "/v1/chat/../chat/completions", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405),
         ("DELETE", "/v1/models/tiny", 405),

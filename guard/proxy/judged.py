@@ -1,0 +1,162 @@
+"""An answer that rules judge, to the client: as fast as its policy's contract allows, and no part that a rule forbids.
+
+Owns when a token is released, and how an answer ends that is blocked: by status as long as nothing has left, by its
+last frames afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from guard.policy import Decision
+from guard.proxy.answer import Answer, StreamedAnswer, Whole
+from guard.proxy.body import GuardedRequest
+from guard.proxy.errors import BlockedError, GuardUnavailableError, UpstreamError
+from guard.proxy.exchange import Exchange
+from guard.proxy.judging import AnswerJudge
+from guard.proxy.refusal import ending, refuse
+from guard.proxy.relay import ERROR_FRAME, broke_off, count_tokens, relay_whole
+from guard.proxy.wire import Frame, compact, frames_of
+from guard.proxy.withholding import Withheld
+
+
+async def relay_judged(
+    exchange: Exchange, request: GuardedRequest, answer: Answer, judge: AnswerJudge, attempts: int
+) -> Decision | None:
+    """Answer the client. A decision comes back when it wants another answer first; then nothing was sent."""
+    if isinstance(answer, StreamedAnswer):
+        return await _Stream(exchange, request, answer, judge, attempts).run()
+    return await _whole(exchange, request, await answer.whole(), judge, attempts)
+
+
+async def block(exchange: Exchange, request: GuardedRequest, decision: Decision) -> None:
+    """Before the first byte. Raises, unless the policy wants an answer; the client can tell a hit from a guard that
+    could not measure."""
+    if decision.by is None:
+        raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
+    if decision.by.respond == "error":
+        raise BlockedError(f"{decision.message} (rule {decision.rule})")
+    await refuse(exchange, request, decision.message)
+
+
+async def _whole(
+    exchange: Exchange, request: GuardedRequest, whole: Whole, judge: AnswerJudge, attempts: int
+) -> Decision | None:
+    if whole.status != 200:
+        await relay_whole(exchange, whole)
+        return None
+    frame = _one_frame(request, whole)
+    judge.add(frame)
+    ruling = await judge.check(whole.readouts(), complete=True)
+    exchange.record.answer = judge.answered(attempts)
+    if ruling.decision.action in ("retry", "route"):
+        return ruling.decision
+    if ruling.decision.action == "block":
+        count_tokens(exchange.record, whole.body)
+        await block(exchange, request, ruling.decision)
+        return None
+    judge.redact(frame)
+    body = compact(frame.data) if frame.changed else whole.body
+    await relay_whole(exchange, Whole(whole.status, whole.headers, body))
+    return None
+
+
+def _one_frame(request: GuardedRequest, whole: Whole) -> Frame:
+    """The whole answer as one event. Raises ``UpstreamError``."""
+    try:
+        data: Any = json.loads(whole.body)
+        return Frame(whole.body, data, None, request.form.pieces(data))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UpstreamError("the model server's answer cannot be read") from None
+
+
+@dataclass
+class _Stream:
+    exchange: Exchange
+    request: GuardedRequest
+    answer: StreamedAnswer
+    judge: AnswerJudge
+    attempts: int
+    withheld: Withheld = field(default_factory=Withheld)
+    first: dict[str, Any] | None = None
+    last: dict[str, Any] | None = None
+    released_tokens: int = 0
+    failed: bool = False
+
+    async def run(self) -> Decision | None:
+        live = self.judge.judges.live
+        contract = live.streaming if live.holds_answers else "observe"
+        end, usage = b"", b""
+        async for batch in self.answer.batches():
+            for raw in batch:
+                end, usage = raw, raw if b'"usage":{' in raw else usage
+                await self._take(raw)
+            if contract == "observe":
+                await self._release(self.withheld.due(self.judge.tokens, 0))
+            if self.judge.judges_streams and batch and not self.failed:
+                ruling = await self.judge.check(self.answer.readouts(), complete=False)
+                if ruling.decision.action == "block":
+                    await self._block(ruling.decision)
+                    return None
+            if contract == "window":
+                await self._release(self.withheld.due(self.judge.tokens, live.window_tokens))
+        if not self.request.form.ends(end):
+            raise broke_off()
+        if not self.failed:
+            ruling = await self.judge.check(self.answer.readouts(), complete=True)
+            self.exchange.record.answer = self.judge.answered(self.attempts)
+            if ruling.decision.action in ("retry", "route"):
+                return ruling.decision
+            if ruling.decision.action == "block":
+                await self._block(ruling.decision)
+                return None
+        await self._release(self.withheld.rest())
+        count_tokens(self.exchange.record, usage.removeprefix(b"data: "))
+        self.exchange.record.outcome = "upstream_error" if self.failed else "completed"
+        await self.exchange.end()
+        return None
+
+    async def _take(self, raw: bytes) -> None:
+        if raw.startswith(b":"):
+            # A comment says nothing, and keeps connections open.
+            if self.exchange.started:
+                await self.exchange.stream(raw)
+            return
+        if raw.startswith(ERROR_FRAME) or raw.startswith(b"event: error"):
+            # What is withheld was not judged to its end, and never will be.
+            self.failed = True
+            self.withheld.rest()
+            return self.withheld.add(Frame(raw, None))
+        for frame in frames_of(self.request.form, raw):
+            self.judge.add(frame)
+            self.withheld.add(frame)
+
+    async def _release(self, frames: list[Frame]) -> None:
+        if not frames:
+            return
+        if not self.exchange.started:
+            await self.exchange.start(200, self.answer.headers)
+        for frame in frames:
+            self.judge.redact(frame)
+            self.released_tokens += frame.tokens
+            self.first = self.first or frame.data
+            self.last = frame.data or self.last
+        await self.exchange.stream(b"".join(frame.to_bytes() for frame in frames))
+
+    async def _block(self, decision: Decision) -> None:
+        exchange, record = self.exchange, self.exchange.record
+        record.answer = self.judge.answered(self.attempts)
+        record.completion_tokens = self.released_tokens
+        if not exchange.started:
+            await block(exchange, self.request, decision)
+            return
+        if decision.by is None:
+            raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
+        record.outcome = "blocked"
+        await exchange.end(
+            self.request.form.cut(
+                ending(exchange, self.request, tokens=self.released_tokens, first=self.first, last=self.last)
+            )
+        )

@@ -1,0 +1,178 @@
+"""What the guard has to know of an API's bodies: where texts stand in requests and answers, how an answer ends early.
+
+Owns the types that each API fills in (``wire_choices``, ``wire_responses``, ``wire_messages``) and taking frames of a
+stream apart. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from guard.proxy.errors import UpstreamError
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them."""
+
+    message: int
+    part: int
+    owner: Any
+    key: Any
+
+    @property
+    def text(self) -> str:
+        return str(self.owner[self.key])
+
+    def replace(self, text: str) -> None:
+        self.owner[self.key] = text
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One text of an answer, where it stands: the next part of ``channel``, or all of it where ``whole``.
+
+    ``tokens``: how many, at least; of a frame's pieces one has them. ``traces``: other places that show these tokens.
+    """
+
+    choice: int
+    channel: str
+    owner: Any
+    key: Any
+    tokens: int = 0
+    whole: bool = False
+    traces: tuple[tuple[Any, str], ...] = ()
+
+    @property
+    def text(self) -> str:
+        value = self.owner[self.key]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    def replace(self, text: str) -> None:
+        """Put another text there, and take out what else shows the old one."""
+        self.owner[self.key] = text if isinstance(self.owner[self.key], str) else {"redacted": text}
+        for owner, key in self.traces:
+            if key in owner:
+                owner[key] = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An answer that the guard ends. ``first`` and ``last``: what of a stream the client got, None where nothing."""
+
+    request_id: str
+    model: str
+    choices: int
+    wants_usage: bool
+    prompt_tokens: int
+    completion_tokens: int = 0
+    first: Mapping[str, Any] | None = None
+    last: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """One API. ``check`` raises ``InvalidRequestError``; ``choices``: how many answers a request asks for.
+
+    ``pieces``: of a whole answer or of one event of a stream. ``parts``: an event as one for each choice, with its
+    choice. ``ends``: whether a frame is an answer's last. ``refusal`` and ``refusal_stream``: an answer that is the
+    guard's text. ``cut``: what ends a stream that has begun.
+    """
+
+    route: str
+    check: Callable[[Fields], None]
+    roles: Callable[[Fields], tuple[str, ...]]
+    slots: Callable[[Fields], list[Slot]]
+    choices: Callable[[Fields], int]
+    pieces: Callable[[Any], list[Piece]]
+    parts: Callable[[Fields], list[tuple[int | None, Fields]]]
+    ends: Callable[[bytes], bool]
+    refusal: Callable[[Ending, str], Fields]
+    refusal_stream: Callable[[Ending, str], bytes]
+    cut: Callable[[Ending], bytes]
+
+
+@dataclass
+class Frame:
+    """One server-sent event. ``data``: its JSON, None where it has none. ``place``: how many tokens of its choice there
+    are up to its end. ``starts``: where in its channel each piece begins."""
+
+    raw: bytes
+    data: Fields | None
+    choice: int | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    place: int = 0
+    changed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.tokens for piece in self.pieces)
+
+    def to_bytes(self) -> bytes:
+        return with_data(self.raw, self.data) if self.changed else self.raw
+
+
+DATA = b"data:"
+DONE = b"[DONE]"
+
+
+def frames_of(form: Form, raw: bytes) -> list[Frame]:
+    """A frame, taken apart where it speaks of several choices. Raises ``UpstreamError`` for what is no JSON."""
+    text = b"\n".join(line[len(DATA) :].strip() for line in raw.split(b"\n") if line.startswith(DATA))
+    if not text or text == DONE:
+        return [Frame(raw, None)]
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise UpstreamError(UNREADABLE)
+        parts = form.parts(data)
+        return [
+            Frame(raw if len(parts) == 1 else with_data(raw, one), one, choice, form.pieces(one))
+            for choice, one in parts
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        # What cannot be read cannot be judged.
+        raise UpstreamError(UNREADABLE) from None
+
+
+UNREADABLE = "the model server's answer cannot be read"
+
+
+def with_data(raw: bytes, data: Fields | None) -> bytes:
+    """A frame with other JSON; its other lines stay."""
+    lines = [line for line in raw.rstrip(b"\n").split(b"\n") if not line.startswith(DATA)]
+    return b"\n".join([*lines, b"data: " + compact(data)]) + b"\n\n"
+
+
+def compact(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+def event(data: Fields, name: str | None = None) -> bytes:
+    """One frame."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + compact(data) + b"\n\n"
+
+
+def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot]:
+    """Texts of a content that is a text, or a list of parts of which some have one."""
+    if isinstance(content, str):
+        return [Slot(message, 0, owner, key)]
+    parts = content if isinstance(content, list) else []
+    return [
+        slot
+        for i, part in enumerate(parts)
+        for slot in (
+            [Slot(message, i, parts, i)]
+            if isinstance(part, str)
+            else [Slot(message, i, part, name) for name in ("text", "refusal") if isinstance(part.get(name), str)]
+            if isinstance(part, dict)
+            else []
+        )
+    ]

@@ -1,0 +1,188 @@
+"""Chat completions and completions: answers that are a list of choices.
+
+Owns these two APIs' bodies. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from guard.proxy.errors import InvalidRequestError
+from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, event, text_slots
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_CHOICES = 128
+"""Most that are answered, where no engine has checked the number yet."""
+
+FINISH = "content_filter"
+DONE_FRAME = b"data: [DONE]\n\n"
+SPOKEN = ("content", "reasoning", "reasoning_content", "refusal")
+
+
+def _check_messages(fields: Fields) -> None:
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError("messages must be a list that is not empty", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
+
+
+def _check_prompt(fields: Fields) -> None:
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and prompt and not all(isinstance(token, int) for token in prompt):
+        if len(prompt) != 1:
+            raise InvalidRequestError("several prompts cannot be guarded in one request; send one each", "prompt")
+        prompt = prompt[0]
+    if not isinstance(prompt, str | list) or not prompt:
+        raise InvalidRequestError("prompt must be a text or a list of tokens, and not empty", "prompt")
+    if fields.get("prompt_embeds") is not None:
+        raise InvalidRequestError("prompt_embeds cannot be guarded", "prompt_embeds")
+
+
+def _slots_of_messages(fields: Fields) -> list[Slot]:
+    return [
+        slot
+        for i, message in enumerate(fields["messages"])
+        for slot in [
+            *text_slots(i, message.get("content"), message, "content"),
+            *(
+                Slot(i, -1, call["function"], "arguments")
+                for call in message.get("tool_calls") or ()
+                if isinstance(call, dict)
+                and isinstance(call.get("function"), dict)
+                and isinstance(call["function"].get("arguments"), str)
+            ),
+        ]
+    ]
+
+
+def _slots_of_prompt(fields: Fields) -> list[Slot]:
+    prompt = fields["prompt"]
+    if isinstance(prompt, str):
+        return [Slot(0, 0, fields, "prompt")]
+    return [Slot(0, 0, prompt, 0)] if isinstance(prompt[0], str) else []
+
+
+def _number_of_choices(fields: Fields) -> int:
+    n = fields.get("n")
+    return n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else 1
+
+
+def _pieces(value: Any) -> list[Piece]:
+    return [piece for choice in value.get("choices") or () for piece in _pieces_of(choice)]
+
+
+def _pieces_of(choice: Fields) -> list[Piece]:
+    index, traces = int(choice["index"]), ((choice, "logprobs"), (choice, "token_ids"))
+    if "text" in choice:
+        found = [("text", choice, "text")]
+    else:
+        said = choice.get("delta") or choice.get("message") or {}
+        found = [(name, said, name) for name in SPOKEN]
+        for i, call in enumerate(said.get("tool_calls") or ()):
+            called, at = call.get("function") or {}, call.get("index", i)
+            found += [(f"tool.{at}.{name}", called, name) for name in ("name", "arguments")]
+        called = said.get("function_call") or {}
+        found += [(f"function.{name}", called, name) for name in ("name", "arguments")]
+    there = [one for one in found if one[1].get(one[2])]
+    tokens = _tokens(choice) if there else 0
+    return [
+        Piece(index, channel, owner, key, tokens if i == 0 else 0, traces=traces)
+        for i, (channel, owner, key) in enumerate(there)
+    ]
+
+
+def _tokens(choice: Fields) -> int:
+    logprobs = choice.get("logprobs") or {}
+    shown = logprobs.get("content") or logprobs.get("tokens") or choice.get("token_ids") or ()
+    return max(1, len(shown))
+
+
+def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
+    choices = data.get("choices") or []
+    if len(choices) < 2:
+        return [(int(choices[0]["index"]) if choices else None, data)]
+    return [(int(choice["index"]), {**data, "choices": [choice]}) for choice in choices]
+
+
+def _ends(frame: bytes) -> bool:
+    return frame.startswith(b"data: [DONE]")
+
+
+def _usage(ending: Ending) -> Fields:
+    prompt, completion = ending.prompt_tokens, ending.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _head(ending: Ending, chat: bool, streamed: bool) -> Fields:
+    kind = ("chat.completion.chunk" if streamed else "chat.completion") if chat else "text_completion"
+    begun = ending.first or {}
+    return {
+        "id": begun.get("id") or f"{'chatcmpl' if chat else 'cmpl'}-{ending.request_id}",
+        "object": kind,
+        "created": begun.get("created") or int(time.time()),
+        "model": begun.get("model") or ending.model,
+    }
+
+
+def _choice(index: int, said: Fields, finish: str | None) -> Fields:
+    return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+
+
+def _indices(ending: Ending) -> range:
+    return range(min(ending.choices, MAX_CHOICES))
+
+
+def _refusal(chat: bool, ending: Ending, text: str) -> Fields:
+    said: Fields = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    choices = [_choice(i, said, FINISH) for i in _indices(ending)]
+    return {**_head(ending, chat, False), "choices": choices, "usage": _usage(ending)}
+
+
+def _refusal_stream(chat: bool, ending: Ending, text: str) -> bytes:
+    said: Fields = {"delta": {"role": "assistant", "content": text}} if chat else {"text": text}
+    head = _head(ending, chat, True)
+    words = [event({**head, "choices": [_choice(i, said, None)]}) for i in _indices(ending)]
+    return b"".join(words) + _cut(chat, ending)
+
+
+def _cut(chat: bool, ending: Ending) -> bytes:
+    head = _head(ending, chat, True)
+    nothing: Fields = {"delta": {}} if chat else {"text": ""}
+    frames = [event({**head, "choices": [_choice(i, nothing, FINISH)]}) for i in _indices(ending)]
+    if ending.wants_usage:
+        frames.append(event({**head, "choices": [], "usage": _usage(ending)}))
+    return b"".join(frames) + DONE_FRAME
+
+
+chat_form = Form(
+    route=CHAT,
+    check=_check_messages,
+    roles=lambda fields: tuple(message["role"] for message in fields["messages"]),
+    slots=_slots_of_messages,
+    choices=_number_of_choices,
+    pieces=_pieces,
+    parts=_parts,
+    ends=_ends,
+    refusal=partial(_refusal, True),
+    refusal_stream=partial(_refusal_stream, True),
+    cut=partial(_cut, True),
+)
+completions_form = Form(
+    route=COMPLETIONS,
+    check=_check_prompt,
+    roles=lambda fields: ("user",),
+    slots=_slots_of_prompt,
+    choices=_number_of_choices,
+    pieces=_pieces,
+    parts=_parts,
+    ends=_ends,
+    refusal=partial(_refusal, False),
+    refusal_stream=partial(_refusal_stream, False),
+    cut=partial(_cut, False),
+)

@@ -1,0 +1,287 @@
+"""What a policy's contract releases of a stream and when, and what stays of an answer that is blocked on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.proxy.conftest import BLOCKED, BODY, CLEAN, Proxy, StartProxy, eventually
+from tests.proxy.detectors import register
+from tests.proxy.engine import FakeEngine, running
+
+STREAM = {**BODY, "stream": True}
+LEAK = ("The", " code", " is", " sec", "ret", " 12", "34", " ok", " and", " more", ".")
+CONTRACTS = ("hold", "window", "observe")
+
+
+def policy(contract: str, *, stage: str = "stream", action: str = "block", more: str = "") -> str:
+    return f"""\
+version: 1
+name: test
+streaming: {contract}
+window_tokens: 3
+prompt_timeout_s: 0.3
+detectors:
+  danger: {{kind: probe}}
+  text: {{kind: words}}
+rules:
+  - {{name: prompt, when: {{detector: danger, at_least: 0.9}}, action: block, on_error: allow}}
+  - name: leak
+    stage: {stage}
+    when: {{detector: text, at_least: 0.5}}
+    action: {action}
+{more}"""
+
+
+@pytest.fixture(autouse=True)
+def _detectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+async def frames(proxy: Proxy, body: dict[str, Any]) -> AsyncIterator[tuple[int, bytes]]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{proxy.url}/v1/chat/completions", json=body) as answer,
+    ):
+        async for chunk in answer.content.iter_any():
+            for frame in chunk.split(b"\n\n"):
+                if frame:
+                    yield answer.status, frame
+
+
+def chunks(raw: bytes) -> list[dict[str, Any]]:
+    lines = raw.decode().strip().split("\n\n")
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def said(found: list[dict[str, Any]], index: int = 0) -> str:
+    mine = [c for one in found for c in one["choices"] if c["index"] == index]
+    return "".join(c["delta"].get("content") or "" for c in mine)
+
+
+def finishes(found: list[dict[str, Any]]) -> dict[int, str]:
+    return {c["index"]: c["finish_reason"] for one in found for c in one["choices"] if c["finish_reason"]}
+
+
+def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": index, "delta": delta, "finish_reason": finish, **more}
+    value = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [choice]}
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+USAGE = (
+    b'data: {"id":"chatcmpl-1","choices":[],"usage":{"prompt_tokens":7,"total_tokens":18,"completion_tokens":11}}\n\n'
+)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+async def test_an_answer_that_is_clean_is_byte_for_byte_the_engines(start_proxy: StartProxy, contract: str) -> None:
+    async with running(FakeEngine()) as engine, start_proxy(engine, policy(contract)) as proxy:
+        status, headers, body = await proxy.post(STREAM)
+        assert (status, headers["x-guard-action"]) == (200, "allow")
+        assert body == b"".join(map(engine.frame, engine.scripts[0])) + DONE
+        assert (await proxy.post(BODY))[2] == engine.whole()
+        entry = (await proxy.entries(2))[0]
+        assert (entry["outcome"], entry["answer"]["action"], entry["answer"]["scores"]) == (
+            "completed", "allow", {"text": 0.0},
+        )  # fmt: skip
+
+
+async def test_hold_blocks_with_a_status_and_nothing_of_the_answer(start_proxy: StartProxy) -> None:
+    async with (
+        running(FakeEngine(scripts=[LEAK], word_delay_s=0.01)) as engine,
+        start_proxy(engine, policy("hold")) as p,
+    ):
+        client = openai.AsyncOpenAI(base_url=f"{p.url}/v1", api_key="unused")
+        for stream in (True, False):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(**{**BODY, "stream": stream})
+            assert caught.value.code == "content_filter"
+            assert caught.value.response.headers["x-guard-action"] == "block"
+            assert caught.value.response.headers["x-guard-rules"] == "leak"
+        await eventually(lambda: engine.open == 0)
+        assert engine.aborted == 1
+        entries = await p.entries(2)
+        assert [(e["outcome"], e["action"], e["prompt_action"], e["rule"]) for e in entries] == [
+            ("blocked", "block", "allow", "leak")
+        ] * 2
+        assert "secret" not in p.ledger.read_text()
+
+
+@pytest.mark.parametrize("usage", [False, True])
+async def test_window_releases_behind_the_check_and_ends_every_choice(start_proxy: StartProxy, usage: bool) -> None:
+    engine = FakeEngine(scripts=[LEAK], word_delay_s=0.01)
+    async with running(engine), start_proxy(engine, policy("window")) as proxy:
+        options = {"stream_options": {"include_usage": True}} if usage else {}
+        status, _, raw = await proxy.post({**STREAM, "n": 2, **options})
+        found = chunks(raw)
+        assert status == 200
+        assert said(found) in ("The", "The code")
+        assert "sec" not in said(found)
+        assert finishes(found) == {0: "content_filter", 1: "content_filter"}
+        assert {one["id"] for one in found} == {"chatcmpl-1"}
+        assert bool(found[-1].get("usage")) == usage
+        if usage:
+            released = len(said(found).split())
+            assert found[-1]["usage"] == {
+                "prompt_tokens": 7, "completion_tokens": released, "total_tokens": 7 + released,
+            }  # fmt: skip
+        await eventually(lambda: engine.open == 0)
+        assert engine.aborted == 1
+        entry = await proxy.entry()
+        assert (entry["outcome"], entry["status"], entry["action"]) == ("blocked", 200, "block")
+
+
+async def test_window_delays_by_its_tokens_and_no_more(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(answer_delay_s=None, scripts=[("a", "b", "c", "d", "e")])
+    async with running(engine), start_proxy(engine, policy("window")) as proxy, asyncio.timeout(5):
+        reading = frames(proxy, STREAM)
+        first = [(await anext(reading))[1] for _ in range(2)]
+        assert b'"a"' in first[0]
+        assert b'"b"' in first[1]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(reading), 0.3)
+        await reading.aclose()
+
+
+async def test_observe_delays_nothing_and_a_late_block_still_ends_the_stream(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(scripts=[LEAK], word_delay_s=0.02)
+    async with running(engine), start_proxy(engine, policy("observe")) as proxy:
+        found = chunks((await proxy.post(STREAM))[2])
+        assert said(found) == "The code is secret"
+        assert finishes(found) == {0: "content_filter"}
+    waiting = FakeEngine(event="missing", answer_delay_s=None)
+    async with running(waiting), start_proxy(waiting, policy("observe").replace("0.3", "30")) as proxy:
+        async with asyncio.timeout(5):
+            reading = frames(proxy, STREAM)
+            assert b"The" in (await anext(reading))[1]
+            await reading.aclose()
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+async def test_every_contract_blocks_a_prompt_with_a_status(start_proxy: StartProxy, contract: str) -> None:
+    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine, policy(contract)) as proxy:
+        for body in (STREAM, BODY):
+            assert (await proxy.post(body))[0] == 400
+
+
+async def test_a_rule_that_only_flags_and_a_shadow_hold_nothing_back(start_proxy: StartProxy) -> None:
+    for text in (policy("hold", action="flag"), policy("hold", more="    mode: shadow\n")):
+        engine = FakeEngine(scripts=[("secret", " b")], answer_delay_s=None)
+        async with running(engine), start_proxy(engine, text) as proxy, asyncio.timeout(5):
+            reading = frames(proxy, STREAM)
+            assert b"secret" in (await anext(reading))[1]
+            await reading.aclose()
+
+
+async def test_a_flag_on_a_streamed_answer_is_in_the_ledger_and_on_a_whole_one_in_the_headers(
+    start_proxy: StartProxy,
+) -> None:
+    async with (
+        running(FakeEngine(scripts=[LEAK])) as engine,
+        start_proxy(engine, policy("hold", action="flag")) as proxy,
+    ):
+        assert said(chunks((await proxy.post(STREAM))[2])) == "".join(LEAK)
+        assert (await proxy.post(BODY))[1]["x-guard-rules"] == "leak"
+        assert [e["rules"] for e in await proxy.entries(2)] == [["leak"], ["leak"]]
+        metrics = (await proxy.get("/metrics"))[2]
+        assert b'guard_rule_hits_total{action="flag",mode="enforce",policy="test",rule="leak"} 2.0' in metrics
+
+
+LOGPROBS = {"content": [{"token": "x", "logprob": -1.0, "bytes": None, "top_logprobs": []}]}
+
+
+@pytest.mark.parametrize("contract", ["hold", "window"])
+@pytest.mark.parametrize(
+    "where", ["content", "reasoning", "tool arguments", "tool name", "the other choice", "refusal"]
+)
+async def test_nothing_that_is_withheld_leaves_a_trace(start_proxy: StartProxy, contract: str, where: str) -> None:
+    """Split over two chunks, in whichever field, with logprobs beside."""
+
+    def delta(text: str) -> dict[str, Any]:
+        if where.startswith("tool"):
+            name = where.removeprefix("tool ")
+            return {"tool_calls": [{"index": 0, "id": "call-withheld", "function": {name: text}}]}
+        return {where if where in ("reasoning", "refusal") else "content": text}
+
+    index = 1 if where == "the other choice" else 0
+    fine = [chunk(i, {"content": f"w{j} "}) for j in range(4) for i in range(2)]
+    bad = [chunk(index, delta(part), logprobs={**LOGPROBS, "withheld": 1}) for part in ("xx sec", "ret", " yy")]
+    rest = [chunk(i, {}, "stop") for i in range(2)]
+    engine = FakeEngine(frames=[*fine, *bad, *rest, USAGE, DONE], word_delay_s=0.005)
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        status, _, raw = await proxy.post(
+            {**STREAM, "n": 2, "logprobs": True, "stream_options": {"include_usage": True}}
+        )
+        for trace in (b"sec", b"ret", b"withheld", b"yy", b'logprob"', b'"completion_tokens":11', b"stop"):
+            assert trace not in raw
+        assert status == (400 if contract == "hold" else 200)
+        if contract == "window":
+            assert finishes(chunks(raw)) == {0: "content_filter", 1: "content_filter"}
+
+
+async def test_a_block_for_want_of_a_score_is_an_error_and_not_a_filter(start_proxy: StartProxy) -> None:
+    text = policy("window", more="    on_error: block\n")
+    engine = FakeEngine(scripts=[("a", "b", "c", "d", "explode", "f")], word_delay_s=0.01)
+    async with running(engine), start_proxy(engine, text) as proxy:
+        status, _, raw = await proxy.post(STREAM)
+        assert status == 200
+        assert json.loads(raw.split(b"data: ")[-1])["error"]["code"] == "guard_unavailable"
+        assert b"explode" not in raw
+        assert (await proxy.post(BODY))[0] == 503
+        assert [e["outcome"] for e in await proxy.entries(2)] == ["guard_unavailable"] * 2
+
+
+async def test_a_text_detector_that_is_too_slow_is_timed_out(start_proxy: StartProxy) -> None:
+    text = policy("hold", more="    timeout_s: 0.1\n    on_error: allow\n    on_timeout: block\n")
+    async with running(FakeEngine(scripts=[("slow",)])) as engine, start_proxy(engine, text) as proxy:
+        assert (await proxy.post(BODY))[0] == 503
+        assert (await proxy.entry())["answer"]["timed_out"] == ["text"]
+
+
+async def test_a_stream_that_breaks_off_while_withheld_shows_nothing_of_it(start_proxy: StartProxy) -> None:
+    for contract in ("hold", "window"):
+        engine = FakeEngine(scripts=[("a", "b")], leave_out_done=True)
+        async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+            assert (await proxy.post(STREAM))[0] == 502
+
+
+async def test_an_engines_error_in_mid_stream_passes_and_what_was_withheld_does_not(start_proxy: StartProxy) -> None:
+    error = b'data: {"error":{"message":"died","type":"x","param":null,"code":500}}\n\n'
+    engine = FakeEngine(frames=[chunk(0, {"content": "unjudged"}), error, DONE])
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        status, _, raw = await proxy.post(STREAM)
+        assert (status, raw) == (200, error + DONE)
+        assert (await proxy.entry())["outcome"] == "upstream_error"
+
+
+async def test_comments_pass_and_what_is_no_json_cannot_be_judged(start_proxy: StartProxy) -> None:
+    good = [chunk(0, {"content": "a"}), chunk(0, {}, "stop"), DONE]
+    engine = FakeEngine(frames=[b": ping\n\n", *good])
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        assert (await proxy.post(STREAM))[2] == b"".join(good)
+        engine.frames = [b"data: {not json\n\n", *good]
+        assert (await proxy.post(STREAM))[0] == 502
+
+
+async def test_clean_answers_through_the_official_client_keep_every_field(start_proxy: StartProxy) -> None:
+    call = {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    parts = [
+        chunk(0, {"role": "assistant", "content": "", "reasoning": "hm"}, unknown=[1]),
+        chunk(0, {"content": "hi"}, logprobs=LOGPROBS), chunk(0, call), chunk(0, {}, "tool_calls"), USAGE, DONE,
+    ]  # fmt: skip
+    async with running(FakeEngine(frames=parts, logit=CLEAN)) as engine, start_proxy(engine, policy("window")) as proxy:
+        assert (await proxy.post(STREAM))[2] == b"".join(parts)
+        client = openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="unused")
+        got = [one async for one in await client.chat.completions.create(**STREAM)]
+        assert got[1].choices[0].logprobs is not None
+        assert got[-1].usage is not None
+        assert engine.aborted == 0
