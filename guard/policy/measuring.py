@@ -148,7 +148,7 @@ class Question:
         """One score for each name. None for ``readouts`` makes each that had to be read unavailable, with
         ``reason``. ``texts``: scores by key of the detectors that read text."""
         missing = Score("unavailable", reason=reason, timed_out=timed_out)
-        known = {**self.known, **(texts or {})}
+        known = {**(texts or {}), **self.known}
         return {
             name: known.get(one.key) or (missing if readouts is None else one.score(readouts))
             for name, one in measurements.items()

@@ -135,8 +135,10 @@ class FakeEngine:
         await self._sleep(self.event_delay_s)
         await self._sleep(self.answer_delay_s)
         whole = self.body or self.whole(text)
-        if reads:
-            whole = whole[:-1] + b',"mia":' + self.event_bytes() + b"}"
+        if reads or self.final_logits:
+            event = json.loads(self.event_bytes()) if reads else {"object": EVENT_OBJECT, "readouts": []}
+            event["readouts"] += self.final_readouts()
+            whole = whole[:-1] + b',"mia":' + json.dumps(event).encode() + b"}"
         return web.Response(body=whole, content_type="application/json", headers=self.extra_headers)
 
     async def _early(self, request: web.Request, text: str) -> web.StreamResponse:
