@@ -70,6 +70,9 @@ class Settings(BaseSettings):
     read_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest silence of vLLM inside one answer."""
 
+    passed_paths: Annotated[tuple[str, ...], NoDecode] = ()
+    """Other paths of vLLM that pass as they are, several separated by commas. No policy sees them. Empty: refused."""
+
     @field_validator("upstream")
     @classmethod
     def _is_a_base_url(cls, value: str) -> str:
@@ -79,7 +82,7 @@ class Settings(BaseSettings):
             raise ValueError("is the server's base URL, without /v1")
         return base
 
-    @field_validator("api_key_hashes", mode="before")
+    @field_validator("api_key_hashes", "passed_paths", mode="before")
     @classmethod
     def _split_at_commas(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value

@@ -15,7 +15,7 @@ import aiohttp
 
 from guard.mia.results import EVENT_OBJECT, Readouts
 from guard.proxy.bytestream import ByteStream
-from guard.proxy.errors import UpstreamError
+from guard.proxy.errors import UpstreamError, upstream_errors
 from guard.proxy.readouts import Finding, from_event, is_event, readouts_of, split_field
 
 EARLY_HEADER = "x-mia-early"
@@ -131,6 +131,23 @@ class PlainAnswer:
     async def whole(self) -> Whole:
         await self.find()
         return Whole(self.status, self._headers, self._body or b"", self._events)
+
+
+class Forwarded:
+    """Any answer, as its bytes come."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.status = response.status
+        self.headers = passed_on(response.headers)
+        self._content = response.content
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while True:
+            with upstream_errors():
+                chunk = await self._content.readany()
+            if not chunk:
+                return
+            yield chunk
 
 
 Answer = StreamedAnswer | EarlyAnswer | PlainAnswer

@@ -1,14 +1,16 @@
-"""The proxy as an application: its routes, and the stages that a chat request passes, outermost first.
+"""The proxy as an application: its routes, and the stages that a request for an answer passes, outermost first.
 
     recording   one ledger line and one count for every request, every exception answered        recording.py
     access      API key, or loopback only                                                        access.py
-    body        read within limits, parsed, refused at the edge when it is no chat request       body.py
+    body        read within limits, parsed, refused at the edge when it cannot be guarded        body.py, wire_*.py
     upstream    asked for what the policy reads; closed the moment it is not wanted              upstream.py, answer.py
     policy      readouts to scores to a decision, within a bounded time                          verdict.py
+    answer      judged where rules want that, released as the policy's contract says             judging.py, judged.py
     streaming   vLLM's bytes to the client                                                       relay.py
     ledger      written by a thread, after the answer                                            guard/telemetry
 
-Owns the table of routes. A path that is not in it is refused: nothing reaches vLLM past the policy.
+Owns the table of routes. A path that is not in it is refused, unless the operator lets it pass (``passing.py``):
+nothing else reaches vLLM past the policy.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from starlette.routing import Route
 
 from guard.proxy.answer import Whole
 from guard.proxy.chat import answering
-from guard.proxy.errors import ModelNotFoundError, NotFoundError, UpstreamError
+from guard.proxy.embeddings import embeddings
+from guard.proxy.errors import ModelNotFoundError, UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.proxy.monitor import monitor_routes
+from guard.proxy.passing import other
 from guard.proxy.recording import Recorded
 from guard.proxy.relay import relay_whole
-from guard.proxy.services import FORMS, MODELS, OTHER, Services
+from guard.proxy.services import EMBEDDINGS, FORMS, MODELS, OTHER, Services
 from guard.settings import Settings
 
 
@@ -44,11 +48,12 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     for form in FORMS:
         app.router.routes.append(Route(form.route, Recorded(services, form.route, answering(form))))
+    app.router.routes.append(Route(EMBEDDINGS, Recorded(services, EMBEDDINGS, embeddings)))
     app.router.routes.append(Route(MODELS, Recorded(services, MODELS, models)))
     # Names of models may have slashes.
     app.router.routes.append(Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)))
     app.include_router(monitor_routes(services))
-    app.router.default = Recorded(services, OTHER, unknown)
+    app.router.default = Recorded(services, OTHER, other)
     return app
 
 
@@ -80,9 +85,3 @@ def _entry(list_: bytes, model_id: str) -> bytes:
     if found is None:
         raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
     return found.encode()
-
-
-async def unknown(services: Services, exchange: Exchange) -> None:
-    """Every other path."""
-    services.access.check(exchange.headers)
-    raise NotFoundError(f"the guard serves POST {', '.join(form.route for form in FORMS)} and GET {MODELS}")

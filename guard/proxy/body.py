@@ -10,13 +10,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 from guard.mia.spec import FOREIGN_KEYS, MiaSpec
 from guard.policy.conversation import places
 from guard.policy.measuring import Part
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Form
+from guard.proxy.wire import Texts
+
+F = TypeVar("F", bound=Texts)
+F_co = TypeVar("F_co", bound=Texts, covariant=True)
 
 OURS = "mia"
 """The key of ``vllm_xargs`` under which the guard asks."""
@@ -33,10 +36,10 @@ UNMEASURABLE: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class GuardedRequest:
+class GuardedRequest(Generic[F_co]):
     """A request that vLLM gets as it is but for our own field, and what a policy changes of it."""
 
-    form: Form
+    form: F_co
     fields: dict[str, Any]
 
     @property
@@ -58,21 +61,16 @@ class GuardedRequest:
         return [(slot.message, slot.part, slot.text) for slot in self.form.slots(self.fields)]
 
     @property
-    def choices(self) -> int:
-        """How many answers are asked for; vLLM refuses a number that is none."""
-        return self.form.choices(self.fields)
-
-    @property
     def wants_usage(self) -> bool:
         """Whether a stream is to end with a count of tokens."""
         options = self.fields.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
 
-    def routed(self, model: str) -> GuardedRequest:
+    def routed(self, model: str) -> GuardedRequest[F_co]:
         """The same for another model."""
         return replace(self, fields={**self.fields, "model": model})
 
-    def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest:
+    def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest[F_co]:
         """The same with the texts of all messages that are meant replaced."""
         fields, roles = copy.deepcopy(self.fields), self.roles
         slots, meant = self.form.slots(fields), places(selectors, roles)
@@ -95,7 +93,7 @@ class GuardedRequest:
             raise InvalidRequestError("the body is nested too deeply") from None
 
 
-def parse_request(form: Form, raw: bytes) -> GuardedRequest:
+def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     """Raises ``InvalidRequestError`` that names the field; never another exception."""
     fields = _parse_object(raw)
     if not isinstance(fields.get("model"), str) or not fields["model"]:

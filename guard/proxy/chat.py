@@ -16,7 +16,7 @@ from guard.policy import Decision, Judges, Question, RequestFacts
 from guard.policy.measuring import Steering
 from guard.proxy.access import check_media_type
 from guard.proxy.answer import Answer, PlainAnswer
-from guard.proxy.body import GuardedRequest, parse_request
+from guard.proxy.body import F, GuardedRequest, parse_request
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judged import block, relay_judged
@@ -25,7 +25,7 @@ from guard.proxy.readouts import Finding
 from guard.proxy.recording import Handler
 from guard.proxy.relay import relay
 from guard.proxy.services import Services
-from guard.proxy.verdict import ShadowRefusedError, Texts, decide, judge, read_texts, spec_refusal
+from guard.proxy.verdict import ShadowRefusedError, TextScores, decide, judge, read_texts, spec_refusal
 from guard.proxy.wire import Form
 
 PASSES = ("allow", "flag")
@@ -38,6 +38,7 @@ def answering(form: Form) -> Handler:
 
     async def handle(services: Services, exchange: Exchange) -> None:
         record, settings = exchange.record, services.settings
+        exchange.named_errors = form.named_errors
         services.access.check(exchange.headers)
         exchange.need_method("POST")
         check_media_type(exchange.headers)
@@ -73,10 +74,10 @@ class _Asking:
 
     services: Services
     exchange: Exchange
-    request: GuardedRequest
+    request: GuardedRequest[Form]
     judges: Judges
     asked: Question
-    texts: Texts
+    texts: TextScores
     sent_s: float
 
     def send(self, *, early: bool) -> AbstractAsyncContextManager[Task[Answer]]:
@@ -96,7 +97,7 @@ class _Asking:
 
 
 async def _guarded(
-    services: Services, exchange: Exchange, request: GuardedRequest, judges: Judges, began_s: float
+    services: Services, exchange: Exchange, request: GuardedRequest[Form], judges: Judges, began_s: float
 ) -> None:
     """The answer that the policy wants."""
     record, roles = exchange.record, request.roles
@@ -163,7 +164,7 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
             steerings = judges.live.steerings_for(decision)
         elif unread and decision.action in PASSES:
             steerings = asking.exchange.record.armed = ()
-        request = _changed(request, decision, judges)
+        request = redacted_and_routed(request, decision, judges)
         asked = judges.ask_again(request.roles, steerings)
         if unread:
             asked = replace(asked, spec=judges.live.steering_spec(steerings, request.roles))
@@ -194,7 +195,7 @@ async def _give_up(asking: _Asking, wanted: Decision) -> None:
     await block(asking.exchange, asking.request, blocked)
 
 
-def _changed(request: GuardedRequest, decision: Decision, judges: Judges) -> GuardedRequest:
+def redacted_and_routed(request: GuardedRequest[F], decision: Decision, judges: Judges) -> GuardedRequest[F]:
     """The request with everything that rules redact in it, for the model that a rule routes to."""
     for hit in decision.hits:
         rule = judges.live.rule(hit.rule)

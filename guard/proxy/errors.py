@@ -51,8 +51,9 @@ class ApiError(Exception):
     def to_wire(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
 
-    def to_json(self) -> bytes:
-        return json.dumps(self.to_wire()).encode()
+    def to_json(self, *, with_type: bool = False) -> bytes:
+        """``with_type``: with the field by which Anthropic's clients know an error."""
+        return json.dumps(({"type": "error"} if with_type else {}) | self.to_wire()).encode()
 
 
 class InternalError(ApiError):

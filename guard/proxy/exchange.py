@@ -26,13 +26,14 @@ class ClientGoneError(Exception):
 
 @dataclass
 class Exchange:
-    """``label``: the policy as clients see it, name and hash."""
+    """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s."""
 
     scope: Scope
     receive: Receive
     send: Send
     record: RequestRecord
     label: str
+    named_errors: bool = False
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False
@@ -109,10 +110,11 @@ class Exchange:
     async def fail(self, error: ApiError) -> None:
         """Answer with an error: as a status when there is none yet, else as the stream's last frame."""
         self.record.error_code = error.code
+        body = error.to_json(with_type=self.named_errors)
         if not self.started:
-            await self.respond(error.status, {**JSON, **error.headers}, error.to_json())
+            await self.respond(error.status, {**JSON, **error.headers}, body)
         elif self.streaming:
-            await self.end(b"data: " + error.to_json() + b"\n\n")
+            await self.end((b"event: error\n" if self.named_errors else b"") + b"data: " + body + b"\n\n")
 
     async def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.record.status = status

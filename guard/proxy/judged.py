@@ -17,13 +17,13 @@ from guard.proxy.errors import BlockedError, GuardUnavailableError, UpstreamErro
 from guard.proxy.exchange import Exchange
 from guard.proxy.judging import AnswerJudge
 from guard.proxy.refusal import ending, refuse
-from guard.proxy.relay import ERROR_FRAME, broke_off, count_tokens, relay_whole
-from guard.proxy.wire import Frame, compact, frames_of
+from guard.proxy.relay import ERROR_FRAMES, broke_off, count_tokens, relay_whole
+from guard.proxy.wire import Form, Frame, compact, frames_of
 from guard.proxy.withholding import Withheld
 
 
 async def relay_judged(
-    exchange: Exchange, request: GuardedRequest, answer: Answer, judge: AnswerJudge, attempts: int
+    exchange: Exchange, request: GuardedRequest[Form], answer: Answer, judge: AnswerJudge, attempts: int
 ) -> Decision | None:
     """Answer the client. A decision comes back when it wants another answer first; then nothing was sent."""
     if isinstance(answer, StreamedAnswer):
@@ -31,7 +31,7 @@ async def relay_judged(
     return await _whole(exchange, request, await answer.whole(), judge, attempts)
 
 
-async def block(exchange: Exchange, request: GuardedRequest, decision: Decision) -> None:
+async def block(exchange: Exchange, request: GuardedRequest[Form], decision: Decision) -> None:
     """Before the first byte. Raises, unless the policy wants an answer; the client can tell a hit from a guard that
     could not measure."""
     if decision.by is None:
@@ -42,7 +42,7 @@ async def block(exchange: Exchange, request: GuardedRequest, decision: Decision)
 
 
 async def _whole(
-    exchange: Exchange, request: GuardedRequest, whole: Whole, judge: AnswerJudge, attempts: int
+    exchange: Exchange, request: GuardedRequest[Form], whole: Whole, judge: AnswerJudge, attempts: int
 ) -> Decision | None:
     if whole.status != 200:
         await relay_whole(exchange, whole)
@@ -63,7 +63,7 @@ async def _whole(
     return None
 
 
-def _one_frame(request: GuardedRequest, whole: Whole) -> Frame:
+def _one_frame(request: GuardedRequest[Form], whole: Whole) -> Frame:
     """The whole answer as one event. Raises ``UpstreamError``."""
     try:
         data: Any = json.loads(whole.body)
@@ -75,7 +75,7 @@ def _one_frame(request: GuardedRequest, whole: Whole) -> Frame:
 @dataclass
 class _Stream:
     exchange: Exchange
-    request: GuardedRequest
+    request: GuardedRequest[Form]
     answer: StreamedAnswer
     judge: AnswerJudge
     attempts: int
@@ -113,7 +113,7 @@ class _Stream:
                 await self._block(ruling.decision)
                 return None
         await self._release(self.withheld.rest())
-        count_tokens(self.exchange.record, usage.removeprefix(b"data: "))
+        count_tokens(self.exchange.record, usage)
         self.exchange.record.outcome = "upstream_error" if self.failed else "completed"
         await self.exchange.end()
         return None
@@ -124,7 +124,7 @@ class _Stream:
             if self.exchange.started:
                 await self.exchange.stream(raw)
             return
-        if raw.startswith(ERROR_FRAME) or raw.startswith(b"event: error"):
+        if raw.startswith(ERROR_FRAMES):
             # What is withheld was not judged to its end, and never will be.
             self.failed = True
             self.withheld.rest()

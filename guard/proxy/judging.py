@@ -103,6 +103,8 @@ class AnswerJudge:
         """Take out of a frame what is marked there."""
         for piece, start in zip(frame.pieces, frame.starts, strict=True):
             unit = unit_of(piece)
+            if piece.whole:
+                self._replaced_at.pop(unit, None)
             if (marks := self.marks.get(unit)) and (text := self._without(unit, piece.text, start, marks)) is not None:
                 piece.replace(text)
                 frame.changed = True

@@ -10,14 +10,14 @@ from typing import Any
 
 from guard.proxy.body import GuardedRequest
 from guard.proxy.exchange import JSON, Exchange
-from guard.proxy.wire import Ending, compact
+from guard.proxy.wire import Ending, Form, compact
 
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 
 
 def ending(
     exchange: Exchange,
-    request: GuardedRequest,
+    request: GuardedRequest[Form],
     *,
     tokens: int = 0,
     first: dict[str, Any] | None = None,
@@ -25,13 +25,20 @@ def ending(
 ) -> Ending:
     """What an answer that ends here says. tokens: of the answer, as many as the client got."""
     record = exchange.record
-    prompt_tokens = record.prompt_tokens or 0
+    choices, prompt_tokens = request.form.choices(request.fields), record.prompt_tokens or 0
     return Ending(
-        record.request_id, request.model, request.choices, request.wants_usage, prompt_tokens, tokens, first, last
+        record.request_id,
+        request.model,
+        choices,
+        request.wants_usage,
+        prompt_tokens,
+        tokens,
+        first,
+        last,
     )
 
 
-async def refuse(exchange: Exchange, request: GuardedRequest, text: str) -> None:
+async def refuse(exchange: Exchange, request: GuardedRequest[Form], text: str) -> None:
     """Send ``text`` as the whole answer of a request of whose own answer nothing was sent."""
     record, facts = exchange.record, ending(exchange, request)
     record.outcome, record.completion_tokens = "blocked", 0

@@ -14,8 +14,9 @@ from guard.proxy.errors import UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.telemetry.record import RequestRecord
 
-ERROR_FRAME = b'data: {"error"'
+ERROR_FRAMES = (b'data: {"error"', b"event: error")
 USAGE = b'"usage":{'
+OPENAI_NAMES, OTHER_NAMES = ("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")
 
 
 async def relay(exchange: Exchange, answer: Answer, ends: Callable[[bytes], bool]) -> None:
@@ -39,11 +40,11 @@ async def _relay_stream(exchange: Exchange, answer: StreamedAnswer, ends: Callab
             # Not sooner: an engine that dies before its first frame is still a real status.
             await exchange.start(200, answer.headers)
         for last in frames:
-            failed = failed or last.startswith(ERROR_FRAME)
+            failed = failed or last.startswith(ERROR_FRAMES)
             usage = last if USAGE in last else usage
         if frames:
             await exchange.stream(b"".join(frames))
-    count_tokens(exchange.record, usage.removeprefix(b"data: "))
+    count_tokens(exchange.record, usage)
     if not ends(last):
         raise broke_off()
     exchange.record.outcome = "upstream_error" if failed else "completed"
@@ -59,8 +60,11 @@ def count_tokens(record: RequestRecord, body: bytes) -> None:
     if USAGE not in body:
         return
     try:
-        usage = json.loads(body)["usage"]
-        record.prompt_tokens = int(usage["prompt_tokens"])
-        record.completion_tokens = int(usage["completion_tokens"])
+        value = json.loads(body.rpartition(b"data: ")[2])
+        usage = value["usage"] if "usage" in value else value["response"]["usage"]
+        names = (
+            ("prompt_tokens", "completion_tokens") if "prompt_tokens" in usage else ("input_tokens", "output_tokens")
+        )
+        record.prompt_tokens, record.completion_tokens = (int(usage.get(name, 0)) for name in names)
     except (ValueError, LookupError, TypeError):
         return

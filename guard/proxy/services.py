@@ -14,13 +14,17 @@ from guard.policy.store import Reload
 from guard.proxy.access import Access
 from guard.proxy.upstream import Upstream
 from guard.proxy.wire_choices import chat_form, completions_form
+from guard.proxy.wire_messages import messages_form
+from guard.proxy.wire_responses import responses_form
 from guard.settings import Settings
 from guard.telemetry.ledger import Ledger
 from guard.telemetry.metrics import Metrics
 
-FORMS = (chat_form, completions_form)
-MODELS, OTHER = "/v1/models", "other"
-ROUTES = (*(form.route for form in FORMS), MODELS, OTHER)
+FORMS = (chat_form, completions_form, responses_form, messages_form)
+EMBEDDINGS, MODELS, OTHER = "/v1/embeddings", "/v1/models", "other"
+GUARDED = (*(form.route for form in FORMS), EMBEDDINGS)
+SERVED = f"POST {', '.join(GUARDED)} and GET {MODELS}"
+ROUTES = (*GUARDED, MODELS, OTHER)
 """The values of the label ``route``."""
 
 DRAIN_LIMIT_S = 2.0

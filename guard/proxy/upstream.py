@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Self
 
 import aiohttp
+from yarl import URL
 
-from guard.proxy.answer import EARLY_HEADER, Answer, PlainAnswer, Whole, answer_of
+from guard.proxy.answer import EARLY_HEADER, Answer, Forwarded, PlainAnswer, Whole, answer_of
 from guard.proxy.errors import upstream_errors
 from guard.settings import Settings
 
@@ -84,6 +85,20 @@ class Upstream:
             response = await self._client.post(f"{self._base}{path}", data=body, headers=headers, allow_redirects=False)
         responses.append(response)
         return answer_of(response)
+
+    @asynccontextmanager
+    async def forward(
+        self, method: str, target: str, body: bytes, request_id: str, media_type: str | None
+    ) -> AsyncIterator[Forwarded]:
+        """Any request, as it is but for its headers. target: path and query."""
+        headers = {"x-request-id": request_id} | ({"content-type": media_type} if media_type else {})
+        url = URL(f"{self._base}{target}", encoded=True)
+        with upstream_errors():
+            response = await self._client.request(method, url, data=body, headers=headers, allow_redirects=False)
+        try:
+            yield Forwarded(response)
+        finally:
+            response.close()
 
     async def get(self, path: str, request_id: str) -> Whole:
         """A small answer, whole."""

@@ -17,9 +17,10 @@ from guard.policy.judges import PROMPT
 from guard.proxy.answer import Answer, PlainAnswer
 from guard.proxy.body import GuardedRequest
 from guard.proxy.readouts import Finding
+from guard.proxy.wire import Texts
 from guard.telemetry.record import Beside, RequestRecord
 
-Texts = Mapping[str, Score]
+TextScores = Mapping[str, Score]
 """Scores of detectors that read text, by key."""
 
 
@@ -27,7 +28,7 @@ class ShadowRefusedError(Exception):
     """The engine cannot read what was asked, of which a part is the shadow policy's alone. The message says why."""
 
 
-async def read_texts(judges: Judges, request: GuardedRequest) -> Texts:
+async def read_texts(judges: Judges, request: GuardedRequest[Texts]) -> TextScores:
     """Scores by key of the detectors that read the prompt's text; in a thread, so that nobody else waits."""
     late = judges.unread(PROMPT, Score("unavailable", reason="the text was not read in time", timed_out=True))
     if not late:
@@ -45,7 +46,7 @@ async def decide(
     opening: asyncio.Task[Answer],
     record: RequestRecord,
     sent_s: float,
-    texts: Texts,
+    texts: TextScores,
     *,
     waits: bool,
 ) -> tuple[Decision, Finding] | None:
@@ -67,7 +68,7 @@ async def decide(
     return decision, finding
 
 
-def judge(judges: Judges, asked: Question, finding: Finding, record: RequestRecord, texts: Texts) -> Decision:
+def judge(judges: Judges, asked: Question, finding: Finding, record: RequestRecord, texts: TextScores) -> Decision:
     """The decision on a prompt, put on the record too."""
     scores = judges.scores(asked, finding.readouts, finding.reason, timed_out=finding.timed_out, texts=texts)
     decision, would = judges.decide(scores)

@@ -27,10 +27,10 @@ class Slot:
 
     @property
     def text(self) -> str:
-        return str(self.owner[self.key])
+        return _text(self.owner[self.key])
 
     def replace(self, text: str) -> None:
-        self.owner[self.key] = text
+        self.owner[self.key] = _like(self.owner[self.key], text)
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,23 @@ class Piece:
 
     @property
     def text(self) -> str:
-        value = self.owner[self.key]
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return _text(self.owner[self.key])
 
     def replace(self, text: str) -> None:
         """Put another text there, and take out what else shows the old one."""
-        self.owner[self.key] = text if isinstance(self.owner[self.key], str) else {"redacted": text}
+        self.owner[self.key] = _like(self.owner[self.key], text)
         for owner, key in self.traces:
             if key in owner:
                 owner[key] = None
+
+
+def _text(value: Any) -> str:
+    """A tool's arguments may be JSON that is no text yet."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _like(old: Any, text: str) -> Any:
+    return text if isinstance(old, str) else {"redacted": text}
 
 
 @dataclass(frozen=True)
@@ -76,18 +84,25 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Form:
-    """One API. ``check`` raises ``InvalidRequestError``; ``choices``: how many answers a request asks for.
-
-    ``pieces``: of a whole answer or of one event of a stream. ``parts``: an event as one for each choice, with its
-    choice. ``ends``: whether a frame is an answer's last. ``refusal`` and ``refusal_stream``: an answer that is the
-    guard's text. ``cut``: what ends a stream that has begun.
-    """
+class Texts:
+    """Requests of one API. ``check`` raises ``InvalidRequestError``; ``roles``: of the messages as the model sees
+    them."""
 
     route: str
     check: Callable[[Fields], None]
     roles: Callable[[Fields], tuple[str, ...]]
     slots: Callable[[Fields], list[Slot]]
+
+
+@dataclass(frozen=True)
+class Form(Texts):
+    """One API that answers with text. ``choices``: how many answers a request asks for.
+
+    ``pieces``: of a whole answer or of one event of a stream. ``parts``: an event as one for each choice, with its
+    choice. ``ends``: whether a frame is an answer's last. ``refusal`` and ``refusal_stream``: an answer that is the
+    guard's text. ``cut``: what ends a stream that has begun. ``named_errors``: errors have a type, and an event's name.
+    """
+
     choices: Callable[[Fields], int]
     pieces: Callable[[Any], list[Piece]]
     parts: Callable[[Fields], list[tuple[int | None, Fields]]]
@@ -95,6 +110,7 @@ class Form:
     refusal: Callable[[Ending, str], Fields]
     refusal_stream: Callable[[Ending, str], bytes]
     cut: Callable[[Ending], bytes]
+    named_errors: bool = False
 
 
 @dataclass

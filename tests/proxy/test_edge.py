@@ -150,7 +150,8 @@ async def test_a_large_body_within_the_limit_passes(proxy: Proxy) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("POST", "/v1/embeddings", 404), ("GET", "/", 404), ("GET", "/docs", 404),
+        ("POST", "/v1/responses/resp_1/cancel", 404), ("GET", "/v1/responses/resp_1", 404),
+        ("GET", "/", 404), ("GET", "/docs", 404),
         ("GET", "/openapi.json", 404), ("POST", "/v1/chat/completions/", 404), ("POST", "//v1/chat/completions", 404),
         ("POST", "/v1/chat/../chat/completions", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405),
         ("DELETE", "/v1/models/tiny", 405),

@@ -1,0 +1,85 @@
+"""Embeddings: nothing is generated and nothing is read inside the model, so only text is judged.
+
+Owns this API's bodies and its stages. Detectors that read the model are unavailable here, never clean: ``on_error``
+decides.
+"""
+
+from __future__ import annotations
+
+import time
+
+from guard.policy.schema import Action
+from guard.proxy.access import check_media_type
+from guard.proxy.body import GuardedRequest, parse_request
+from guard.proxy.chat import choose_judges, redacted_and_routed
+from guard.proxy.errors import BlockedError, GuardUnavailableError, InvalidRequestError, SteeringError
+from guard.proxy.exchange import Exchange
+from guard.proxy.readouts import Finding
+from guard.proxy.relay import relay
+from guard.proxy.services import EMBEDDINGS, Services
+from guard.proxy.verdict import judge, read_texts
+from guard.proxy.wire import Fields, Slot, Texts
+from guard.proxy.wire_choices import chat_form
+
+NOT_READ = Finding(None, "the model is not read while it embeds")
+STEERS: tuple[Action, ...] = ("steer", "retry")
+
+
+def _check(fields: Fields) -> None:
+    if "messages" in fields:
+        return chat_form.check(fields)
+    given = fields.get("input")
+    if not isinstance(given, str | list) or not given:
+        raise InvalidRequestError("input must be a text or a list, and not empty", "input")
+
+
+def _slots(fields: Fields) -> list[Slot]:
+    if "messages" in fields:
+        return chat_form.slots(fields)
+    given = fields["input"]
+    if isinstance(given, str):
+        return [Slot(0, 0, fields, "input")]
+    return [Slot(0, i, given, i) for i, text in enumerate(given) if isinstance(text, str)]
+
+
+embeddings_form = Texts(
+    route=EMBEDDINGS,
+    check=_check,
+    roles=lambda fields: chat_form.roles(fields) if "messages" in fields else ("user",),
+    slots=_slots,
+)
+
+
+async def embeddings(services: Services, exchange: Exchange) -> None:
+    """Raises ``ApiError`` or ``ClientGoneError`` for every end but an answer."""
+    record, settings = exchange.record, services.settings
+    services.access.check(exchange.headers)
+    exchange.need_method("POST")
+    check_media_type(exchange.headers)
+    raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
+    began_s = time.perf_counter()
+    request = parse_request(embeddings_form, raw)
+    record.model = request.model
+    judges = choose_judges(services, exchange, request.model)
+    asked, texts = judges.ask(request.roles), await read_texts(judges, request)
+    decision = judge(judges, asked, NOT_READ, record, texts)
+    # No gate can open.
+    record.armed = ()
+    record.own_s = time.perf_counter() - began_s
+    if decision.action == "block":
+        if decision.by is None:
+            raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
+        raise BlockedError(f"{decision.message} (rule {decision.rule})")
+    if decision.action in STEERS:
+        raise SteeringError(f"rule {decision.rule} steers, which an embedding cannot be")
+    await exchange.until_client_leaves(_embed(services, exchange, redacted_and_routed(request, decision, judges)))
+
+
+async def _embed(services: Services, exchange: Exchange, request: GuardedRequest[Texts]) -> None:
+    sent_s, record = time.perf_counter(), exchange.record
+    body, path = request.to_json(), request.form.route
+    async with services.upstream.ask(path, body, record.request_id, exchange.headers, early=False) as opening:
+        try:
+            await relay(exchange, await opening, lambda frame: False)
+        finally:
+            record.upstream_s = time.perf_counter() - sent_s

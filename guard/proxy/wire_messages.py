@@ -1,0 +1,129 @@
+"""Anthropic's messages: answers that are a list of content blocks, streamed as named events.
+
+Owns this API's bodies. Never decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from guard.proxy.errors import InvalidRequestError
+from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, event, text_slots
+
+MESSAGES = "/v1/messages"
+SPOKEN = ("text", "thinking", "partial_json")
+BILLING = "x-anthropic-billing-header"
+"""How a text begins that one client adds to its system prompt, and vLLM leaves out."""
+
+FINISH = "refusal"
+
+
+def _check(fields: Fields) -> None:
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError("messages must be a list that is not empty", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
+
+
+def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot]]]:
+    """Role and texts of each message that the model sees: results of tools become messages before their turn's rest."""
+    number = 0
+    if any(not str(slot.text).startswith(BILLING) for slot in text_slots(0, fields.get("system"), fields, "system")):
+        yield "system", text_slots(0, fields["system"], fields, "system")
+        number = 1
+    for message in fields["messages"]:
+        role, content = message["role"], message.get("content")
+        blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
+        results = [block for block in blocks if role == "user" and block.get("type") == "tool_result"]
+        for block in results:
+            shown = block.get("content")
+            yield "tool", text_slots(number, shown, block, "content")
+            number += 1
+            kinds = {one.get("type") for one in shown if isinstance(one, dict)} if isinstance(shown, list) else set()
+            for kind, extra in (("image", "user"), ("tool_reference", "tool")):
+                if kind in kinds:
+                    yield extra, []
+                    number += 1
+        if role == "user" and blocks and len(results) == len(blocks):
+            continue
+        calls = [Slot(number, -1, block, "input") for block in blocks if block.get("type") == "tool_use"]
+        yield role, [*text_slots(number, content, message, "content"), *calls]
+        number += 1
+
+
+def _pieces(value: Any) -> list[Piece]:
+    found: list[tuple[str, Fields, str]] = []
+    delta, begun, at = value.get("delta") or {}, value.get("content_block") or {}, value.get("index")
+    found += [(f"{at}.{name}", delta, name) for name in SPOKEN]
+    found += [(f"{at}.{name}", begun, name) for name in (*SPOKEN, "name")]
+    for i, block in enumerate(value.get("content") or ()):
+        found += [(f"{i}.{name}", block, name) for name in (*SPOKEN, "name", "input")]
+    there = [one for one in found if one[1].get(one[2])]
+    return [Piece(0, channel, owner, name, 1 if i == 0 else 0) for i, (channel, owner, name) in enumerate(there)]
+
+
+def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
+    return [(0, data)]
+
+
+def _ends(frame: bytes) -> bool:
+    return frame.startswith((b"event: message_stop", b"event: error"))
+
+
+def _usage(ending: Ending) -> Fields:
+    return {"input_tokens": ending.prompt_tokens, "output_tokens": ending.completion_tokens}
+
+
+def _message(ending: Ending, content: list[Fields], stop: str | None) -> Fields:
+    return {
+        "id": f"msg_{ending.request_id}", "type": "message", "role": "assistant", "model": ending.model,
+        "content": content, "stop_reason": stop, "stop_sequence": None, "usage": _usage(ending),
+    }  # fmt: skip
+
+
+def _refusal(ending: Ending, text: str) -> Fields:
+    return _message(ending, [{"type": "text", "text": text}], FINISH)
+
+
+def _refusal_stream(ending: Ending, text: str) -> bytes:
+    begun: list[Fields] = [
+        {"type": "message_start", "message": _message(ending, [], None)},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}},
+        {"type": "content_block_stop", "index": 0},
+    ]
+    return b"".join(event(one, one["type"]) for one in begun) + _end(ending)
+
+
+def _cut(ending: Ending) -> bytes:
+    last = ending.last or {}
+    opened = last.get("type") in ("content_block_start", "content_block_delta")
+    close = {"type": "content_block_stop", "index": last.get("index", 0)}
+    return (event(close, close["type"]) if opened else b"") + _end(ending)
+
+
+def _end(ending: Ending) -> bytes:
+    delta = {"stop_reason": FINISH, "stop_sequence": None}
+    stop = event({"type": "message_delta", "delta": delta, "usage": _usage(ending)}, "message_delta")
+    return stop + event({"type": "message_stop"}, "message_stop")
+
+
+messages_form = Form(
+    route=MESSAGES,
+    check=_check,
+    roles=lambda fields: tuple(role for role, _ in _messages(fields)),
+    slots=lambda fields: [slot for _, slots in _messages(fields) for slot in slots],
+    choices=lambda fields: 1,
+    pieces=_pieces,
+    parts=_parts,
+    ends=_ends,
+    refusal=_refusal,
+    refusal_stream=_refusal_stream,
+    cut=_cut,
+    named_errors=True,
+)

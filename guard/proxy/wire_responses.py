@@ -1,0 +1,193 @@
+"""OpenAI's responses: answers that are a list of output items, streamed as named events.
+
+Owns this API's bodies. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from guard.proxy.errors import InvalidRequestError
+from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, event, text_slots
+
+RESPONSES = "/v1/responses"
+ELSEWHERE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
+"""Fields that put text into the prompt which is not in the request."""
+
+SUMMARIES = ("content", "summary")
+CLOSING = (b"response.completed", b"response.incomplete", b"response.failed")
+
+
+def _check(fields: Fields) -> None:
+    given = fields.get("input")
+    if not isinstance(given, str | list) or not given:
+        raise InvalidRequestError("input must be a text or a list of items, and not empty", "input")
+    for i, item in enumerate(given if isinstance(given, list) else ()):
+        if not isinstance(item, dict):
+            raise InvalidRequestError(f"input[{i}] must be an object", f"input[{i}]")
+        if not isinstance(item.get("role", ""), str):
+            raise InvalidRequestError(f"input[{i}].role must be a string", f"input[{i}].role")
+    for name in ELSEWHERE:
+        if fields.get(name) is not None:
+            raise InvalidRequestError(f"{name} cannot be guarded: send the conversation as input", name)
+    if fields.get("background") not in (None, False):
+        raise InvalidRequestError("background cannot be guarded: its answer is fetched later", "background")
+    if isinstance(given, list) and given[-1].get("status") in ("in_progress", "incomplete"):
+        raise InvalidRequestError("an answer to go on with cannot be guarded", f"input[{len(given) - 1}].status")
+    if not isinstance(fields.get("instructions"), str | None):
+        raise InvalidRequestError("instructions must be a string", "instructions")
+
+
+def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], int]]:
+    """Role, texts and number of each message that the model sees: the engine joins reasoning and calls of one turn."""
+    number = -1
+    if fields.get("instructions"):
+        number += 1
+        yield "system", [Slot(number, 0, fields, "instructions")], number
+    given = fields["input"]
+    if isinstance(given, str):
+        yield "user", [Slot(number + 1, 0, fields, "input")], number + 1
+        return
+    before, filled = "", set[str]()
+    for item in given:
+        kind, role, name = _kind(item)
+        joins = role == before == "assistant" and (kind == "call" or kind not in filled)
+        if not joins:
+            number, filled = number + 1, set()
+        filled.add(kind)
+        before = role
+        yield role, text_slots(number, item.get(name), item, name), number
+
+
+def _kind(item: Fields) -> tuple[str, str, str]:
+    """What an item is to the model: its part of a message, the message's role, and where its text stands."""
+    kind = str(item.get("type", "message"))
+    if kind == "function_call":
+        return "call", "assistant", "arguments"
+    if kind == "reasoning":
+        return "reasoning", "assistant", "content" if item.get("content") else "summary"
+    if kind.endswith("_output"):
+        return "result", "tool", "output"
+    return "text", str(item.get("role", "user")), "content"
+
+
+def _roles(fields: Fields) -> tuple[str, ...]:
+    return tuple({number: role for role, _, number in _messages(fields)}.values())
+
+
+def _slots(fields: Fields) -> list[Slot]:
+    return [slot for _, slots, _ in _messages(fields) for slot in slots]
+
+
+def _pieces(value: Any) -> list[Piece]:
+    kind = str(value.get("type", ""))
+    if kind.endswith(".delta"):
+        if not isinstance(value.get("delta"), str) or not value["delta"]:
+            return []
+        tokens = max(1, len(value.get("logprobs") or ()))
+        return [Piece(0, _channel(value, kind), value, "delta", tokens, traces=((value, "logprobs"),))]
+    ended = ("text", "arguments", "refusal", "name") if kind else ()
+    found = [(_channel(value, kind), value, name) for name in ended]
+    found += _of_part(_channel(value, kind), value.get("part") or {})
+    found += _of_item(str(value.get("output_index")), value.get("item") or {})
+    # A whole answer is what the last event of a stream has inside.
+    answer = value if value.get("object") == "response" else value.get("response") or {}
+    for i, item in enumerate(answer.get("output") or ()):
+        found += _of_item(str(i), item)
+    tokens = 1 if value.get("object") == "response" else 0
+    return [
+        Piece(0, channel, owner, name, tokens if i == 0 else 0, whole=True, traces=((owner, "logprobs"),))
+        for i, (channel, owner, name) in enumerate(one for one in found if one[1].get(one[2]))
+    ]
+
+
+def _channel(value: Fields, kind: str) -> str:
+    return f"{value.get('output_index')}.{kind.rpartition('.')[0]}.{value.get('content_index', 0)}"
+
+
+def _of_item(at: str, item: Fields) -> list[tuple[str, Fields, str]]:
+    found = [(f"{at}.item.{name}", item, name) for name in ("arguments", "name", "input")]
+    for list_name in SUMMARIES:
+        for j, part in enumerate(item.get(list_name) or ()):
+            found += _of_part(f"{at}.{list_name}.{j}", part)
+    return found
+
+
+def _of_part(channel: str, part: Fields) -> list[tuple[str, Fields, str]]:
+    return [(f"{channel}.{name}", part, name) for name in ("text", "refusal")]
+
+
+def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
+    return [(0, data)]
+
+
+def _ends(frame: bytes) -> bool:
+    return frame.startswith(tuple(b"event: " + name for name in CLOSING))
+
+
+def _answer(ending: Ending, output: list[Fields]) -> Fields:
+    begun = (ending.first or {}).get("response") or {}
+    prompt, completion = ending.prompt_tokens, ending.completion_tokens
+    return {
+        "id": f"resp_{ending.request_id}", "object": "response", "created_at": int(time.time()), "model": ending.model,
+        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "error": None, "instructions": None,
+        "metadata": None, "temperature": None, "top_p": None, **begun,
+        "status": "incomplete", "incomplete_details": {"reason": "content_filter"}, "output": output,
+        "usage": {
+            "input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion,
+            "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }  # fmt: skip
+
+
+def _said(ending: Ending, text: str) -> Fields:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {
+        "id": f"msg_{ending.request_id}", "type": "message", "role": "assistant", "status": "incomplete",
+        "content": content,
+    }  # fmt: skip
+
+
+def _refusal(ending: Ending, text: str) -> Fields:
+    return _answer(ending, [_said(ending, text)])
+
+
+def _refusal_stream(ending: Ending, text: str) -> bytes:
+    item = _said(ending, text)
+    at = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+    part = item["content"][0]
+    begun = {**_answer(ending, []), "status": "in_progress", "incomplete_details": None, "usage": None}
+    events: list[Fields] = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.output_item.added", "output_index": 0, "item": {**item, "content": []}},
+        {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
+        {"type": "response.output_text.delta", **at, "delta": text, "logprobs": []},
+        {"type": "response.output_text.done", **at, "text": text, "logprobs": []},
+        {"type": "response.content_part.done", **at, "part": part},
+        {"type": "response.output_item.done", "output_index": 0, "item": item},
+        {"type": "response.incomplete", "response": _answer(ending, [item])},
+    ]
+    return b"".join(event({**one, "sequence_number": i}, one["type"]) for i, one in enumerate(events))
+
+
+def _cut(ending: Ending) -> bytes:
+    number = int((ending.last or {}).get("sequence_number", -1)) + 1
+    last = {"type": "response.incomplete", "response": _answer(ending, []), "sequence_number": number}
+    return event(last, "response.incomplete")
+
+
+responses_form = Form(
+    route=RESPONSES,
+    check=_check,
+    roles=_roles,
+    slots=_slots,
+    choices=lambda fields: 1,
+    pieces=_pieces,
+    parts=_parts,
+    ends=_ends,
+    refusal=_refusal,
+    refusal_stream=_refusal_stream,
+    cut=_cut,
+)

@@ -1,0 +1,383 @@
+"""Every API that the guard serves: guarded alike, in its own shapes, through the official client and as bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from guard.proxy.body import parse_request
+from guard.proxy.errors import InvalidRequestError
+from guard.proxy.services import FORMS
+from guard.proxy.wire import Form
+from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED, Proxy, StartProxy
+from tests.proxy.detectors import register
+from tests.proxy.engine import FakeEngine, running
+from tests.proxy.test_streaming import policy
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (form.route for form in FORMS)
+TEXT = [{"role": "user", "content": "private words"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "tiny", "messages": TEXT},
+    COMPLETIONS: {"model": "tiny", "prompt": "private words"},
+    RESPONSES: {"model": "tiny", "input": "private words"},
+    MESSAGES: {"model": "tiny", "messages": TEXT, "max_tokens": 9},
+}
+every = pytest.mark.parametrize("route", BODIES)
+both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+REFUSING = POLICY.replace("action: block", "action: block\n    respond: refusal\n    message: Not this.")
+
+
+@pytest.fixture(autouse=True)
+def _detectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+def client(proxy: Proxy) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="unused", max_retries=0)
+
+
+def frame(value: dict[str, Any], name: str | None = None) -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+RESPONSE = {
+    "id": "resp_1", "object": "response", "created_at": 1, "model": "tiny", "parallel_tool_calls": True,
+    "tool_choice": "auto", "tools": [], "output": [], "status": "in_progress",
+    "text": {"format": {"type": "text"}},
+}  # fmt: skip
+USED = {
+    "input_tokens": 7, "output_tokens": 5, "total_tokens": 12, "input_tokens_details": {"cached_tokens": 0},
+    "output_tokens_details": {"reasoning_tokens": 0},
+}  # fmt: skip
+
+
+def streams(route: str, words: tuple[str, ...]) -> list[bytes]:
+    """What vLLM sends for an answer of these words."""
+    text = "".join(words)
+    if route == CHAT:
+        parts = [{"index": 0, "delta": {"content": word}, "finish_reason": None} for word in words]
+        parts.append({"index": 0, "delta": {}, "finish_reason": "stop"})
+        return [*(frame({"id": "c", "object": "chat.completion.chunk", "choices": [one]}) for one in parts), END]
+    if route == COMPLETIONS:
+        parts = [{"index": 0, "text": word, "logprobs": None, "finish_reason": None} for word in words]
+        return [*(frame({"id": "c", "object": "text_completion", "choices": [one]}) for one in parts), END]
+    if route == MESSAGES:
+        message = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "model": "tiny"}
+        values: list[dict[str, Any]] = [
+            {"type": "message_start", "message": message},
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+            *({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": w}} for w in words),
+            {"type": "content_block_stop", "index": 0},
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": USED},
+            {"type": "message_stop"},
+        ]
+        return [frame(one, one["type"]) for one in values]
+    at = {"item_id": "m", "output_index": 0, "content_index": 0}
+    done = {"type": "output_text", "text": text, "annotations": []}
+    item = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [done]}
+    values = [
+        {"type": "response.created", "response": RESPONSE},
+        {"type": "response.output_item.added", "output_index": 0, "item": {**item, "content": []}},
+        *({"type": "response.output_text.delta", **at, "delta": word, "logprobs": []} for word in words),
+        {"type": "response.output_text.done", **at, "text": text, "logprobs": []},
+        {"type": "response.content_part.done", **at, "part": done},
+        {"type": "response.output_item.done", "output_index": 0, "item": item},
+        {
+            "type": "response.completed",
+            "response": {**RESPONSE, "status": "completed", "output": [item], "usage": USED},
+        },
+    ]
+    return [frame({**one, "sequence_number": i}, one["type"]) for i, one in enumerate(values)]
+
+
+END = b"data: [DONE]\n\n"
+
+
+def whole(route: str, text: str) -> bytes:
+    if route == RESPONSES:
+        last = streams(route, (text,))[-1].split(b"data: ")[1]
+        return json.dumps(json.loads(last)["response"], separators=(",", ":")).encode()
+    value: dict[str, Any] = {"id": "x", "usage": {"prompt_tokens": 7, "total_tokens": 12, "completion_tokens": 5}}
+    if route == MESSAGES:
+        value |= {"type": "message", "content": [{"type": "text", "text": text}], "usage": USED}
+    elif route == COMPLETIONS:
+        value |= {"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]}
+    else:
+        value |= {"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]}
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def body_of(route: str, stream: bool) -> dict[str, Any]:
+    return {**BODIES[route], **({"stream": True} if stream else {})}
+
+
+@every
+@both
+async def test_an_allowed_answer_is_the_engines_and_every_field_goes_there(
+    start_proxy: StartProxy, route: str, stream: bool
+) -> None:
+    words = ("fine", " words", " here")
+    engine = FakeEngine(frames=streams(route, words), body=whole(route, "".join(words)))
+    more = {"unknown": [1], "max_completion_tokens": 5, "tools": [{"type": "function"}], "n": 2, "logprobs": True}
+    for text in (POLICY, policy("window"), policy("hold")):
+        async with running(engine), start_proxy(engine, text) as proxy:
+            status, headers, raw = await proxy.post({**body_of(route, stream), **more}, path=route)
+            assert (status, headers["x-guard-action"]) == (200, "allow")
+            assert raw == (b"".join(engine.frames or ()) if stream else engine.body)
+            sent = engine.bodies[-1]
+            assert "mia" in sent.pop("vllm_xargs")
+            assert sent == {**body_of(route, stream), **more}
+            assert engine.paths[-1] == route
+            entry = (await proxy.entries(1))[-1]
+            assert (entry["route"], entry["streamed"], entry["outcome"]) == (route, stream, "completed")
+            if not stream or route in (RESPONSES, MESSAGES):
+                assert entry["tokens"] == {"prompt": 7, "completion": 5}
+            proxy.ledger.write_text("")
+
+
+@every
+@both
+async def test_a_block_is_a_400_with_one_error_shape(start_proxy: StartProxy, route: str, stream: bool) -> None:
+    async with running(FakeEngine(logit=BLOCKED, answer_delay_s=None)) as engine, start_proxy(engine) as proxy:
+        status, headers, raw = await proxy.post(body_of(route, stream), path=route)
+        error = json.loads(raw)
+        assert (status, error["error"]["code"], headers["x-should-retry"]) == (400, "content_filter", "false")
+        assert error.get("type") == ("error" if route == MESSAGES else None)
+        assert b"private words" not in raw
+
+
+@every
+@both
+async def test_a_refusal_has_the_apis_own_shape(start_proxy: StartProxy, route: str, stream: bool) -> None:
+    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine, REFUSING) as proxy:
+        if route == CHAT:
+            return  # test_policies has it
+        if route == MESSAGES:
+            status, _, raw = await proxy.post(body_of(route, stream), path=route)
+            assert status == 200
+            assert b'"stop_reason":"refusal"' in raw
+            assert b"Not this." in raw
+            assert raw.startswith(b"event: message_start") == stream
+            return
+        if route == COMPLETIONS:
+            made: Any = await client(proxy).completions.create(**body_of(route, stream), n=2)
+            answers = [one async for one in made] if stream else [made]
+            assert "".join(c.text for one in answers for c in one.choices) == "Not this." * 2
+            assert {c.finish_reason for one in answers for c in one.choices} >= {"content_filter"}
+            return
+        made = await client(proxy).responses.create(**body_of(route, stream))
+        answer = [one async for one in made][-1].response if stream else made
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "content_filter")
+        assert answer.output_text == "Not this."
+
+
+LEAK = ("The", " code", " is", " sec", "ret", " ok", " and", " more", ".")
+
+
+@every
+async def test_window_cuts_a_stream_in_the_apis_own_way(start_proxy: StartProxy, route: str) -> None:
+    engine = FakeEngine(frames=streams(route, LEAK), word_delay_s=0.01)
+    async with running(engine), start_proxy(engine, policy("window")) as proxy:
+        status, _, raw = await proxy.post(body_of(route, True), path=route)
+        assert status == 200
+        assert b"The" in raw
+        for trace in (b"sec", b"ret", b" ok", b"response.completed", b"end_turn", b'"stop"'):
+            assert trace not in raw
+        if route == RESPONSES:
+            events = [event async for event in await client(proxy).responses.create(**body_of(route, True))]
+            assert events[-1].type == "response.incomplete"
+            assert (events[-1].response.id, events[-1].response.incomplete_details.reason) == (
+                "resp_1",
+                "content_filter",
+            )
+            numbers = [event.sequence_number for event in events]
+            assert numbers == list(range(len(numbers)))
+        elif route == MESSAGES:
+            names = [line.removeprefix("event: ") for line in raw.decode().splitlines() if line.startswith("event: ")]
+            assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+            assert b'"stop_reason":"refusal"' in raw
+        else:
+            assert b'"finish_reason":"content_filter"' in raw
+            assert raw.endswith(END)
+
+
+@every
+async def test_hold_blocks_and_redacts_whatever_the_shape(start_proxy: StartProxy, route: str) -> None:
+    engine = FakeEngine(frames=streams(route, LEAK), body=whole(route, "".join(LEAK)))
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        for stream in (False, True):
+            status, _, raw = await proxy.post(body_of(route, stream), path=route)
+            assert (status, json.loads(raw)["error"]["code"]) == (400, "content_filter")
+    text = policy("hold", action="redact", more="    redact: {replacement: '[X]'}\n")
+    async with running(engine), start_proxy(engine, text) as proxy:
+        for stream in (False, True):
+            status, _, raw = await proxy.post(body_of(route, stream), path=route)
+            assert status == 200
+            assert b"[X]" in raw
+            assert b"sec" not in raw
+            assert b"ret" not in raw
+        if route == RESPONSES:
+            answer = await client(proxy).responses.create(**body_of(route, False))
+            assert answer.output_text == "The code is [X] ok and more."
+            events = [event async for event in await client(proxy).responses.create(**body_of(route, True))]
+            assert events[-1].response.output_text == "The code is [X] ok and more."
+
+
+@every
+async def test_steering_works_in_every_api(start_proxy: StartProxy, route: str) -> None:
+    async with running(FakeEngine(logit=STEERED)) as engine, start_proxy(engine) as proxy:
+        assert (await proxy.post(body_of(route, False), path=route))[1]["x-guard-action"] == "steer"
+        assert engine.specs[1] is not None
+        assert set(engine.specs[1]) == {"steer"}
+
+
+async def test_a_stream_of_messages_ends_with_a_named_error_when_it_breaks(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(frames=streams(MESSAGES, LEAK)[:4])
+    async with running(engine), start_proxy(engine) as proxy:
+        raw = (await proxy.post(body_of(MESSAGES, True), path=MESSAGES))[2]
+        last = raw.decode().strip().split("\n\n")[-1]
+        assert last.startswith("event: error\ndata: ")
+        assert json.loads(last.split("data: ")[1])["type"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": ["one", "two"]}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1, 2], [3]]}, "prompt"),
+        (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds"),
+        (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": ["x"]}, "input[0]"),
+        (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
+        (RESPONSES, {"background": True}, "background"),
+        (RESPONSES, {"input": [{"role": "assistant", "content": "a", "status": "in_progress"}]}, "input[0].status"),
+        (RESPONSES, {"vllm_xargs": {"mia": "{}"}}, "vllm_xargs.mia"),
+        (MESSAGES, {"messages": []}, "messages"),
+        (MESSAGES, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (
+            MESSAGES,
+            {"chat_template_kwargs": {"continue_final_message": True}},
+            "chat_template_kwargs.continue_final_message",
+        ),
+    ],
+)
+async def test_what_cannot_be_guarded_is_refused_at_the_edge(
+    proxy: Proxy, route: str, fields: dict[str, Any], param: str
+) -> None:
+    status, _, raw = await proxy.post({**BODIES[route], **fields}, path=route)
+    assert (status, json.loads(raw)["error"]["param"]) == (400, param)
+    assert not proxy.engine.bodies
+
+
+def parsed(route: str, fields: dict[str, Any]) -> Any:
+    form: Form = next(form for form in FORMS if form.route == route)
+    return parse_request(form, json.dumps({**BODIES[route], **fields}).encode())
+
+
+def test_messages_are_counted_as_the_engine_counts_them() -> None:
+    """Which message a policy means must be the one that the engine reads."""
+    items = [
+        {"role": "user", "content": "a"}, {"type": "reasoning", "summary": [], "content": [{"text": "b"}]},
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"},
+        {"type": "function_call", "name": "g", "arguments": "{}", "call_id": "2"},
+        {"type": "function_call_output", "call_id": "1", "output": "c"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "d"}]},
+        {"role": "assistant", "content": "e"}, {"role": "user", "content": [{"type": "input_text", "text": "f"}]},
+    ]  # fmt: skip
+    request = parsed(RESPONSES, {"instructions": "i", "input": items})
+    assert request.roles == ("system", "user", "assistant", "tool", "assistant", "assistant", "user")
+    assert [(message, text) for message, _, text in request.texts] == [
+        (0, "i"), (1, "a"), (2, "b"), (2, "{}"), (2, "{}"), (3, "c"), (4, "d"), (5, "e"), (6, "f"),
+    ]  # fmt: skip
+    request = parsed(MESSAGES, {"system": [{"type": "text", "text": "s"}], "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": "b"}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "c"}, {"type": "image"}]},
+            {"type": "text", "text": "d"},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "e"}]},
+    ]})  # fmt: skip
+    assert request.roles == ("system", "user", "assistant", "tool", "user", "user", "tool")
+    assert [(message, text) for message, _, text in request.texts] == [
+        (0, "s"), (1, "a"), (2, '{"x": "b"}'), (3, "c"), (5, "d"), (6, "e"),
+    ]  # fmt: skip
+
+
+def test_odd_bodies_are_refused_and_never_a_fault() -> None:
+    for form in FORMS:
+        for odd in (
+            None,
+            1,
+            "x",
+            [],
+            [None],
+            {},
+            [[]],
+            [{"role": 1}],
+            [{"role": "user", "content": [None, {"text": 1}]}],
+        ):
+            for name in ("messages", "prompt", "input", "system", "instructions"):
+                body = json.dumps({**BODIES[form.route], name: odd}).encode()
+                try:
+                    request = parse_request(form, body)
+                except InvalidRequestError:
+                    continue
+                assert len(request.roles) >= 1
+                assert all(isinstance(text, str) for _, _, text in request.texts)
+
+
+EMBED = {"model": "tiny", "input": ["one", "two"]}
+
+
+async def test_embeddings_are_judged_by_their_text_and_unread_detectors_are_missing(start_proxy: StartProxy) -> None:
+    answer = b'{"object":"list","data":[],"usage":{"prompt_tokens":4,"total_tokens":4}}'
+    engine = FakeEngine(body=answer)
+    text = policy("hold", stage="prompt")
+    async with running(engine), start_proxy(engine, text) as proxy:
+        status, headers, raw = await proxy.post({**EMBED, "dimensions": 3}, path="/v1/embeddings")
+        assert (status, raw, headers["x-guard-action"]) == (200, answer, "allow")
+        assert engine.bodies == [{**EMBED, "dimensions": 3}]
+        assert (await proxy.post({**EMBED, "input": ["fine", "secret"]}, path="/v1/embeddings"))[0] == 400
+        assert (await proxy.post({**EMBED, "input": []}, path="/v1/embeddings"))[0] == 400
+        first = (await proxy.entries(3))[0]
+        assert first["detectors"]["danger"] == "unavailable: the model is not read while it embeds"
+        assert first["tokens"] == {"prompt": 4, "completion": 0}
+    strict = POLICY.replace("on_error: flag", "on_error: block")
+    async with running(engine), start_proxy(engine, strict) as proxy:
+        assert (await proxy.post(EMBED, path="/v1/embeddings"))[0] == 503
+    async with running(engine), start_proxy(engine, POLICY) as proxy:
+        made = await proxy.post(EMBED, path="/v1/embeddings")
+        assert (made[0], made[1]["x-guard-action"]) == (200, "flag")
+
+
+async def test_other_paths_pass_where_the_operator_says_so_and_nowhere_else(start_proxy: StartProxy) -> None:
+    async with running(FakeEngine()) as engine, start_proxy(engine, passed_paths="/health,/v1/rerank") as proxy:
+        status, headers, _ = await proxy.post({"x": 1}, path="/v1/rerank")
+        assert status == 404
+        assert "x-guard-action" not in headers
+        assert (await proxy.entry())["outcome"] == "upstream_error"
+        status, _, raw = await proxy.post({"x": 1}, path="/v1/score")
+        assert (status, json.loads(raw)["error"]["code"]) == (404, "not_found")
+        assert (await proxy.post({"x": 1}, {"content-type": "text/plain"}, path="/v1/rerank"))[0] == 415
+
+
+@every
+async def test_an_assignment_may_go_by_route(start_proxy: StartProxy, tmp_path: Any, route: str) -> None:
+    path = tmp_path / "p"
+    path.mkdir()
+    (path / "a.yaml").write_text(POLICY)
+    (path / "b.yaml").write_text("{version: 1, name: lax}")
+    (path / "selection.yaml").write_text(
+        f"{{version: 1, default: test, assignments: [{{name: x, policy: lax, match: {{routes: ['{route}']}}}}]}}"
+    )
+    async with running(FakeEngine(logit=FLAGGED)) as engine, start_proxy(engine, path=path) as proxy:
+        for other in BODIES:
+            label = (await proxy.post(BODIES[other], path=other))[1]["x-guard-policy"]
+            assert label.startswith("lax@" if other == route else "test@")
