@@ -21,6 +21,9 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | route | |
 | --- | --- |
 | `POST /v1/chat/completions` | guarded, streamed or not; fields pass to vLLM as they are, but for those below |
+| `POST /v1/completions`, `POST /v1/responses` | the same |
+| `POST /v1/messages` | the same for Anthropic's clients, where vLLM serves it; errors have `type: error` too |
+| `POST /v1/embeddings` | judged by its text; detectors that read the model are unavailable: `on_error` decides |
 | `GET /v1/models`, `GET /v1/models/ID` | vLLM's list, one entry of it |
 | `GET /livez` | 200 while the proxy lives |
 | `GET /readyz`, `GET /health` | 200 while vLLM is healthy too, else 503; names the policy and the version of all |
@@ -30,12 +33,33 @@ Refused, because it would decide where a prompt is measured, or whether: `vllm_x
 `vllm_xargs`, `use_beam_search`, `add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`,
 `chat_template`, and the same under `chat_template_kwargs`.
 
-Every other path is a 404. With API keys configured, `/v1/*` wants `Authorization: Bearer KEY`.
+Refused too: several prompts in one completion request and `prompt_embeds`; `background`, `previous_response_id`,
+`prompt`, `conversation` and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the request.
+
+Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no policy sees. With API keys configured,
+`/v1/*` wants `Authorization: Bearer KEY`.
+
+## Streamed answers
+When an answer's tokens leave is the policy's `streaming` ([reference](policy-reference.md#the-file)):
+
+| `streaming` | the first byte waits for | later tokens wait for |
+| --- | --- | --- |
+| `hold` | the verdict on the prompt, and on the whole answer when a rule may act on it | nothing more |
+| `window` | the verdict on the prompt | `window_tokens` later tokens of their choice, judged with them |
+| `observe` | nothing | nothing |
+
+A block before the first byte is a status, 400. Later the stream ends with `finish_reason: content_filter` for every
+choice, the usage if it was asked for, and `[DONE]`; in `/v1/responses` with `response.incomplete` and the reason
+`content_filter`; in `/v1/messages` with `stop_reason: refusal`. Its usage counts what was released: chunks, or tokens
+where logprobs show them. A token that was withheld is nowhere in the answer, and neither are its logprobs, its part of
+a tool call or its part of the usage. A missing score under `on_error: block` ends a stream with an error instead. Each
+choice and each of its fields (words, reasoning, refusal, names and arguments of tool calls) is judged; the worst
+decides for all.
 
 ## Response headers
 | header | meaning |
 | --- | --- |
-| `x-guard-action` | `allow`, `flag`, `steer` or `block`; absent when it did not come to a decision |
+| `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `route` or `block`; absent when nothing is |
 | `x-guard-rules` | the rules that hit, separated by commas |
 | `x-guard-policy` | name of the policy and the first 12 digits of its content's hash |
 | `x-request-id`, `x-guard-request-id` | the ledger's id: the client's own if it is short and plain, else a new one |

@@ -304,8 +304,8 @@ class Policy(Section):
     """What a streamed answer waits for; one that is not streamed is always judged as a whole. `hold`: for the verdict
     on the prompt and, when a rule of a later stage may change the answer, for its end. `window`: for the verdict on the
     prompt; from then on a token is released when `window_tokens` later ones have been judged with it. `observe`: for
-    nothing; scores that are there when the answer begins count, and a later block ends the stream where it is. Rules
-    that only flag, and shadows, never hold an answer back."""
+    no score of the model; those that are there when the answer begins count, and a later block ends the stream there.
+    Rules that only flag, and shadows, never hold an answer back."""
 
     window_tokens: Annotated[int, Field(ge=1, le=4096)] = 32
     """For `window`: how many tokens each choice's release stays behind. An answer's chunk counts as one token unless

@@ -47,6 +47,7 @@ class FakeEngine:
     refuses_captures_of: str | None = None
     extra_headers: dict[str, str] = field(default_factory=lambda: {"server": "engine", "x-internal": "secret"})
     served: tuple[str, ...] = ("tiny",)
+    unserved: tuple[str, ...] = ()
     scripts: list[tuple[str, ...]] = field(default_factory=lambda: [WORDS])
     frames: list[bytes] | None = None
     body: bytes | None = None
@@ -123,7 +124,7 @@ class FakeEngine:
             error = {"message": "this engine has no such tap", "type": "x", "param": "y", "code": "invalid_mia_spec"}
             return web.json_response({"error": error}, status=400)
         reads = "hidden" in spec and self.event != "missing"
-        if body["model"] not in self.served:
+        if body["model"] in self.unserved:
             return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
         script = self.scripts[min(len(self.bodies), len(self.scripts)) - 1]
         plain = "steer" not in spec or len(self.scripts) > 1

@@ -114,7 +114,7 @@ async def test_retry_ends_with_a_block_when_every_answer_hits(start_proxy: Start
 async def test_route_at_the_prompt_asks_the_other_model(start_proxy: StartProxy, stream: bool) -> None:
     text = POLICY.replace("action: block", "action: route\n    route: {model: safe}")
     async with (
-        running(FakeEngine(logit=BLOCKED, served=("tiny", "safe"))) as engine,
+        running(FakeEngine(logit=BLOCKED)) as engine,
         start_proxy(engine, text) as proxy,
     ):
         status, headers, _ = await proxy.post({**BODY, "stream": stream})
@@ -124,7 +124,7 @@ async def test_route_at_the_prompt_asks_the_other_model(start_proxy: StartProxy,
             **engine.bodies[0],
             "vllm_xargs": None,
         } or (engine.bodies[1] == {**BODY, "stream": stream, "model": "safe"})
-        engine.served = ("tiny",)
+        engine.unserved = ("safe",)
         status, _, body = await proxy.post({**BODY, "stream": stream})
         assert (status, json.loads(body)["error"]["code"]) == (502, "routing_unavailable")
         assert [e["model"] for e in await proxy.entries(2)] == ["tiny", "tiny"]
@@ -133,7 +133,7 @@ async def test_route_at_the_prompt_asks_the_other_model(start_proxy: StartProxy,
 @both
 async def test_route_after_the_answer_asks_once_and_then_blocks(start_proxy: StartProxy, stream: bool) -> None:
     text = policy("hold", stage="output", action="route", more="    route: {model: safe}\n")
-    engine = FakeEngine(scripts=[LEAK, ("fine",)], served=("tiny", "safe"))
+    engine = FakeEngine(scripts=[LEAK, ("fine",)])
     async with running(engine), start_proxy(engine, text) as proxy:
         status, _, body = await proxy.post({**BODY, "stream": stream})
         assert (status, text_of(body, stream)) == (200, "fine")
