@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -77,19 +78,23 @@ class BoundPolicy:
         return any(one.mode == "enforce" and _may_act(one.rule) for one in self.rules_of_answers)
 
     def detectors_of(self, stages: Collection[Stage]) -> frozenset[str]:
-        """Detectors that are scored at any of these stages: of the prompt all that can be but those of later rules."""
-        used = {
-            stage: frozenset(name for one in self.rules if one.rule.stage == stage for name in detectors_in(one.rule))
-            for stage in ("prompt", "stream", "output")
-        }
-        later = used["stream"] | used["output"]
+        """Detectors that are scored at any of these stages."""
+        return frozenset(name for stage in stages for name in self._by_stage[stage])
+
+    @cached_property
+    def _by_stage(self) -> dict[Stage, frozenset[str]]:
+        """Of the prompt all that can be scored there, but for those of text that only later rules use."""
+
+        def used(stage: Stage) -> frozenset[str]:
+            return frozenset(name for one in self.rules if one.rule.stage == stage for name in detectors_in(one.rule))
+
+        prompt, stream, output = used("prompt"), used("stream"), used("output")
         only_later = {
-            name for name, one in self.measurements.items() if one.reads_answer or (one.reads_text and name in later)
+            name
+            for name, one in self.measurements.items()
+            if one.reads_answer or (one.reads_text and name in stream | output)
         }
-        found = {"prompt": (self.measurements.keys() - only_later) | used["prompt"]} | {
-            stage: used[stage] for stage in ("stream", "output")
-        }
-        return frozenset(name for stage in stages for name in found[stage])
+        return {"prompt": frozenset(self.measurements.keys() - only_later) | prompt, "stream": stream, "output": output}
 
     def rule(self, name: str) -> Rule:
         return next(one.rule for one in self.rules if one.rule.name == name)
