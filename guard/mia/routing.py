@@ -110,8 +110,9 @@ class Router:
                 tracked.gates[i] = self._free_gates.pop()
             elif steer.gate is not None:
                 tracked.shut[i] = NO_GATES
-        if tracked.gates:
-            self._buffers.opened_at[list(tracked.gates.values())] = SHUT
+        for place in tracked.gates.values():
+            # One by one: a list of places would have to get to the device first.
+            self._buffers.opened_at[place] = SHUT
         self.requests[request_id] = tracked
         self._added.add(request_id)
 
