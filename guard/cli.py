@@ -117,6 +117,8 @@ def demo(
 
 @app.command()
 def doctor(
+    model: Model = "smollm2-135m",
+    policy: PolicyFile = None,
     host: Host = "127.0.0.1",
     port: Port = 8080,
     engine_port: EnginePort = 8001,
@@ -126,7 +128,7 @@ def doctor(
     from guard.doctor import examine, has_failed, report
     from guard.terminal import print_checks
 
-    checks = examine(host, port, engine_port)
+    checks = examine(host, port, engine_port, model, policy)
     if as_json:
         typer.echo(json.dumps(report(checks), indent=2))
     else:
