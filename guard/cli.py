@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from detectors.calibration.cli import calibrate
+from guard.keys_cli import keys_app
 from guard.policy_cli import policy_app
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 model_app = typer.Typer(help="Models by short name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(policy_app, name="policy")
+app.add_typer(keys_app, name="keys")
 app.command()(calibrate)
 
 VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}

@@ -23,6 +23,7 @@ from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, reso
 from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
 from guard.proxy.app import create_app
+from guard.proxy.keys import KeysError
 from guard.proxy_server import StartError, listening_socket, serving
 from guard.settings import SettingsError, load_settings
 from guard.supervisor import running_engine
@@ -110,7 +111,7 @@ def run_until_signal(work: Coroutine[object, object, int]) -> int:
 
     try:
         return asyncio.run(guarded())
-    except (StartError, EngineError, ModelError, PolicyError, SettingsError, LedgerError) as error:
+    except (StartError, EngineError, ModelError, PolicyError, SettingsError, KeysError, LedgerError) as error:
         say(f"guard: {error}")
         return 1
 

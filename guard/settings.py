@@ -47,13 +47,24 @@ class Settings(BaseSettings):
     """The folder with the detectors' calibrations."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Other than loopback needs ``api_key_hashes``."""
+    """Address to listen on. Other than loopback needs API keys."""
 
     port: Annotated[int, Field(ge=1, le=65535)] = 8080
     """Port to listen on."""
 
     api_key_hashes: Annotated[tuple[str, ...], NoDecode] = ()
-    """SHA-256, in hex, of every accepted API key; several are separated by commas. Empty: no key is asked for."""
+    """SHA-256, in hex, of accepted API keys, beside those of ``keys``; several are separated by commas."""
+
+    keys: Path | None = None
+    """File of API keys, written by ``guard keys``; changes are noticed while the proxy runs. Without it and without
+    ``api_key_hashes`` no key is asked for."""
+
+    max_concurrent: Annotated[int, Field(ge=1)] = 4096
+    """Most requests under way at once, of everybody together; more are a 503."""
+
+    redis_url: SecretStr | None = None
+    """Redis that counts the limits of keys and tenants for all replicas together, as ``redis://HOST:6379/0``. Without
+    it each process counts for itself."""
 
     ledger: Annotated[Path, Field(default_factory=lambda: state_folder() / "ledger.jsonl")]
     """File that gets one JSON line for each request."""
@@ -95,10 +106,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _open_to_others_only_with_keys(self) -> Self:
-        if not self.api_key_hashes and not is_loopback(self.host):
+        if not self.api_key_hashes and self.keys is None and not is_loopback(self.host):
             raise ValueError(
                 f"without API keys the proxy listens on loopback only, not on {self.host}; "
-                f"set {PREFIX}API_KEY_HASHES, or host 127.0.0.1"
+                f"set {PREFIX}KEYS, or host 127.0.0.1"
             )
         return self
 

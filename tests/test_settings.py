@@ -46,7 +46,7 @@ def test_a_malformed_value_stops_the_start_and_names_its_variable(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.10", "example.org", ""])  # noqa: S104
 def test_without_keys_only_loopback_is_listened_on(host: str) -> None:
-    with pytest.raises(SettingsError, match="GUARD_API_KEY_HASHES"):
+    with pytest.raises(SettingsError, match="GUARD_KEYS"):
         load_settings(host=host)
     assert load_settings(host=host, api_key_hashes=(KEY_HASH,)).host == host
 

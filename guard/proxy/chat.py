@@ -10,8 +10,9 @@ import time
 from contextlib import AbstractAsyncContextManager
 
 from guard.mia.spec import MiaSpec
-from guard.policy import Decision, Judges, Question, RequestFacts
+from guard.policy import Decision, Judges, Question
 from guard.proxy.access import check_media_type
+from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer
 from guard.proxy.body import ChatRequest, parse_chat_request
 from guard.proxy.errors import BlockedError, GuardUnavailableError, SteeringError
@@ -25,31 +26,14 @@ from guard.proxy.verdict import ShadowRefusedError, decide, spec_refusal
 async def chat(services: Services, exchange: Exchange) -> None:
     """Answer one chat request. Raises ``ApiError`` or ``ClientGoneError`` for every other end."""
     record, settings = exchange.record, services.settings
-    services.access.check(exchange.headers)
     exchange.need_method("POST")
     check_media_type(exchange.headers)
     raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
     began_s = time.perf_counter()
     request = parse_chat_request(raw)
     record.model, record.streamed = request.model, request.streamed
-    judges = _judges(services, exchange, request)
+    judges = judges_for(services.policies, exchange, request.model)
     await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
-
-
-def _judges(services: Services, exchange: Exchange, request: ChatRequest) -> Judges:
-    """The policies for this request, from now to its end, whatever is reloaded meanwhile."""
-    record = exchange.record
-    facts = RequestFacts(
-        record.request_id,
-        record.route,
-        request.model,
-        services.access.key_hash(exchange.headers),
-        headers=exchange.headers,
-    )
-    judges, record.assignment = services.policies.current.choose(facts)
-    record.policy, record.policy_hash = judges.live.name, judges.live.hash
-    exchange.label = judges.live.label
-    return judges
 
 
 async def _guarded(

@@ -29,6 +29,8 @@ def monitor_routes(services: Services) -> APIRouter:
             "policy": policies.current.default.live.label,
             "policies_version": policies.current.hash[:12],
             "policies_reload": "ok" if policies.error is None else "failed",
+            "keys_reload": "ok" if services.access.keys.error is None else "failed",
+            "limits": services.admission.limits_status,
         }
         return JSONResponse({**state, **now}, 200 if healthy else 503)
 

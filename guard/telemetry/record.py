@@ -26,9 +26,9 @@ Outcome = Literal[
     "stopped",
     "internal_error",
 ]
-"""How a request ended. ``refused``: by access control or for what it says. ``guard_unavailable``: a rule that blocks
-``on_error`` got no score. ``upstream_error``: vLLM answered with an error, which was passed on. ``upstream_broken``:
-its answer ended too early. ``stopped``: the proxy was told to stop."""
+"""How a request ended. ``refused``: by access control, by a limit, or for what it says. ``guard_unavailable``: a rule
+that blocks ``on_error`` got no score. ``upstream_error``: vLLM answered with an error, which was passed on.
+``upstream_broken``: its answer ended too early. ``stopped``: the proxy was told to stop."""
 
 MAX_MODEL_CHARACTERS = 128
 
@@ -54,6 +54,8 @@ class RequestRecord:
     policy_hash: str
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started_s: float = field(default_factory=time.perf_counter)
+    key: str | None = None
+    tenant: str | None = None
     model: str | None = None
     streamed: bool = False
     assignment: str | None = None
@@ -74,6 +76,11 @@ class RequestRecord:
     total_s: float | None = None
 
     @property
+    def tokens(self) -> int:
+        """Of prompt and answer, as far as known."""
+        return (self.prompt_tokens or 0) + (self.completion_tokens or 0)
+
+    @property
     def action(self) -> str:
         """What was decided; ``none`` when it did not come to a decision."""
         return self.decision.action if self.decision else "none"
@@ -91,6 +98,8 @@ class RequestRecord:
             "time": self.started_at.isoformat(timespec="milliseconds"),
             "request_id": self.request_id,
             "route": self.route,
+            "key": self.key,
+            "tenant": self.tenant,
             "model": self.model[:MAX_MODEL_CHARACTERS] if self.model is not None else None,
             "streamed": self.streamed,
             "policy": self.policy,
@@ -123,6 +132,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "time": "When the request came, UTC.",
     "request_id": "Also the response header x-request-id, and what vLLM was given.",
     "route": "Path, or other.",
+    "key": "Id of the API key; null when none is asked for, or it was refused.",
+    "tenant": "Tenant of the key; null without one.",
     "model": "The model that the client named.",
     "streamed": "Whether it asked for a stream.",
     "policy": "Name of the policy that judged it.",
