@@ -22,7 +22,7 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(monkeyp
     monkeypatch.setenv("GUARD_PORT", "9001")
     monkeypatch.setenv("GUARD_UPSTREAM", "http://gpu:8000/")
     settings = load_settings(port=9002)
-    assert (settings.port, settings.upstream, settings.host) == (9002, "http://gpu:8000", "127.0.0.1")
+    assert (settings.port, settings.upstream, settings.host) == (9002, ("http://gpu:8000",), "127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,12 @@ from guard.settings import Settings
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Raises ``PolicyError``. Files and connections are opened by the application's lifespan."""
-    services = Services(settings)
+    """Raises ``PolicyError``, ``KeysError`` and ``SettingsError``."""
+    return application(Services(settings))
+
+
+def application(services: Services) -> FastAPI:
+    """Files and connections are opened by the application's lifespan."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

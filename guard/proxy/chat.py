@@ -19,6 +19,7 @@ from guard.proxy.errors import BlockedError, GuardUnavailableError, SteeringErro
 from guard.proxy.exchange import Exchange
 from guard.proxy.refusal import refuse
 from guard.proxy.relay import relay
+from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
 from guard.proxy.verdict import ShadowRefusedError, decide, spec_refusal
 
@@ -32,6 +33,7 @@ async def chat(services: Services, exchange: Exchange) -> None:
     began_s = time.perf_counter()
     request = parse_chat_request(raw)
     record.model, record.streamed = request.model, request.streamed
+    exchange.affinity = affinity_of(request.fields)
     judges = judges_for(services.policies, exchange, request.model)
     await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
 
@@ -96,4 +98,6 @@ async def _ask_again(services: Services, exchange: Exchange, request: ChatReques
 def _ask(
     services: Services, exchange: Exchange, body: bytes, *, early: bool
 ) -> AbstractAsyncContextManager[asyncio.Task[Answer]]:
-    return services.upstream.ask(body, exchange.record.request_id, exchange.headers, early=early)
+    return services.upstream.ask(
+        body, exchange.record.request_id, exchange.headers, early=early, affinity=exchange.affinity
+    )

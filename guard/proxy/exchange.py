@@ -27,7 +27,8 @@ class ClientGoneError(Exception):
 
 @dataclass
 class Exchange:
-    """``label``: the policy as clients see it, name and hash. ``caller``: who asks, once that is known."""
+    """``label``: the policy as clients see it, name and hash. ``caller``: who asks, once that is known.
+    ``affinity``: equal for requests whose prompts begin alike."""
 
     scope: Scope
     receive: Receive
@@ -35,6 +36,7 @@ class Exchange:
     record: RequestRecord
     label: str
     caller: Caller = field(default_factory=Caller)
+    affinity: bytes = b""
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False

@@ -41,6 +41,8 @@ class Services:
         self.ledger = Ledger(settings.ledger, self.metrics.count_entries)
         self.upstream = Upstream(settings)
         self.under_way = 0
+        self.draining = False
+        """Told to stop: no longer ready, and still answering."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
