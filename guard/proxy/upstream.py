@@ -11,15 +11,16 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import aiohttp
 
 from guard.proxy.answer import EARLY_HEADER, Answer, PlainAnswer, Whole, answer_of
 from guard.proxy.errors import UpstreamError, upstream_errors
 from guard.proxy.replicas import Replica, Replicas
-from guard.settings import Settings
+from guard.settings import Settings, SettingsError
 
 log = logging.getLogger("guard.upstream")
 
@@ -42,7 +43,7 @@ class Upstream:
 
     def __init__(self, settings: Settings) -> None:
         self.replicas = Replicas(settings.upstream)
-        self._tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else True
+        self._tls = _trusting(settings.upstream_ca)
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
         )
@@ -158,6 +159,16 @@ class Upstream:
     def _client(self) -> aiohttp.ClientSession:
         assert self._session is not None, "the application's lifespan has not begun"
         return self._session
+
+
+def _trusting(ca: Path | None) -> ssl.SSLContext | Literal[True]:
+    """Whose certificates are believed; True: those that the system trusts. Raises ``SettingsError``."""
+    if ca is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except ssl.SSLError as error:
+        raise SettingsError(f"upstream_ca (GUARD_UPSTREAM_CA): {ca} has no certificates: {error.reason}") from None
 
 
 class _Asked:
