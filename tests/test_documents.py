@@ -62,6 +62,18 @@ def test_the_answer_in_the_readme_is_the_shipped_policys() -> None:
     assert re.findall(r"default@([0-9a-f]{12})", README) == [load_policy(default_policy()).hash[:12]]
 
 
+def test_every_known_failure_of_others_is_answered_once_and_the_tests_it_names_exist() -> None:
+    page = (CHECKOUT / "docs" / "known-failures-of-others.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 51))
+    written = "".join(file.read_text(encoding="utf-8") for file in (CHECKOUT / "tests").rglob("test_*.py"))
+    known = set(re.findall(r"def (test_\w+)\(", written))
+    assert set(re.findall(r"`(test_\w+)`", page)) <= known
+    for number, answer in rows:
+        assert re.search("[Hh]andled|Impossible|Open", answer), number
+        assert "`test_" in answer or not re.search("[Hh]andled", answer), number
+
+
 def test_no_page_has_a_placeholder() -> None:
     assert [page.name for page in PAGES if re.search(r"@@|TODO|TBD|\bXXX\b", page.read_text(encoding="utf-8"))] == []
 

@@ -46,7 +46,8 @@ class Beside:
 
 @dataclass
 class RequestRecord:
-    """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds."""
+    """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
+    a streamed answer, that went to the client."""
 
     request_id: str
     route: str
@@ -69,6 +70,7 @@ class RequestRecord:
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    frames: int = 0
     own_s: float = 0.0
     verdict_s: float | None = None
     upstream_first_byte_s: float | None = None
@@ -77,8 +79,10 @@ class RequestRecord:
 
     @property
     def tokens(self) -> int:
-        """Of prompt and answer, as far as known."""
-        return (self.prompt_tokens or 0) + (self.completion_tokens or 0)
+        """Of prompt and answer, as limits count them: a stream that told no usage, or was left before it did, has
+        about one for each frame."""
+        completion = self.frames if self.completion_tokens is None else self.completion_tokens
+        return (self.prompt_tokens or 0) + completion
 
     @property
     def action(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,26 @@ async def test_tokens_are_counted_after_the_answer_and_their_debt_is_waited_for(
         assert status == 429
         assert 10 <= int(headers["retry-after"]) <= 15
         assert "20 tokens a minute" in json.loads(body)["error"]["message"]
+
+
+async def test_a_stream_counts_though_it_tells_no_usage_and_though_its_client_leaves(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    whole, left = limited(file, tokens_per_min=12), limited(file, tokens_per_min=9)
+    async with running(FakeEngine()) as engine, start_proxy(engine, keys=file) as proxy:
+        # 7 tokens of the prompt, 5 words and the end.
+        assert (await proxy.post(STREAM, bearer(whole)))[0] == 200
+        assert (await proxy.post(STREAM, bearer(whole)))[0] == 429
+        engine.answer_delay_s = None
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{proxy.url}/v1/chat/completions", json=STREAM, headers=bearer(left)) as answer,
+        ):
+            await answer.content.readuntil(b'"."')
+        await eventually(lambda: engine.open == 0)
+        await asyncio.sleep(0.05)
+        assert (await proxy.post(STREAM, bearer(left)))[0] == 429
 
 
 async def test_a_tenants_cap_counts_all_of_its_keys_and_is_free_again_when_a_client_leaves(
