@@ -134,3 +134,17 @@ async def test_the_key_for_vllm_never_reaches_a_client_even_when_vllm_repeats_it
 
 def _body() -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": "private words"}]}
+
+
+async def test_keys_given_by_hash_alone_work_beside_the_file_and_the_ledger_has_nothing_of_the_hash(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    made, key = create_key(file, NewKey())
+    listed = hash_of(b"listed by hand")
+    async with running(FakeEngine()) as engine, start_proxy(engine, keys=file, api_key_hashes=listed) as proxy:
+        for given in (made, "listed by hand"):
+            assert (await code_of(proxy, bearer(given)))[0] == 200
+        entries = await proxy.entries(2)
+        assert [entry["key"] for entry in entries] == [key.id, "listed1"]
+        assert listed[:8] not in proxy.ledger.read_text()
