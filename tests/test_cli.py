@@ -23,7 +23,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("serve", "proxy", "demo", "doctor", "model", "policy", "calibrate"):
+    for command in ("serve", "proxy", "demo", "doctor", "keys", "model", "policy", "calibrate"):
         assert f" {command} " in done.stdout
 
 
@@ -90,3 +90,14 @@ def test_a_model_that_does_not_exist_is_refused_before_anything_starts(arguments
     assert done.returncode == 1
     assert "owner/model" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "proxy"])
+def test_help_of_what_runs_says_where_settings_come_from_how_it_stops_and_what_it_exits_with(command: str) -> None:
+    told = " ".join(run(command, "--help").stdout.split())
+    assert "in this order: option, environment variable, file of --config, default" in told
+    assert "SIGTERM and Ctrl-C stop it" in told
+    assert "Exit status: 0 after a signal" in told
+    assert f"guard {command} --" in told
+    for option in ("--config", "--set", "--keys", "--admin-port", "--tls-cert", "--redis-url"):
+        assert option in told

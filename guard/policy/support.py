@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from guard.policy.loading import LoadedPolicy
 from guard.policy.schema import ActionName, Stage
-from guard.policy.selection import Selection
 
 STAGES: frozenset[Stage] = frozenset({"prompt"})
 ACTIONS: frozenset[ActionName] = frozenset({"block", "flag", "steer"})
@@ -20,11 +19,3 @@ def refuse_unsupported(loaded: LoadedPolicy) -> None:
             if value not in known:
                 what = f"this version of the proxy cannot carry out {field} {value}; it can: {', '.join(sorted(known))}"
                 raise loaded.error(("rules", i, field), what)
-
-
-def unsupported_selection(selection: Selection) -> tuple[tuple[str | int, ...], str] | None:
-    """The first field of a selection that this proxy cannot follow, and why; None when there is none."""
-    for i, assignment in enumerate(selection.assignments):
-        if assignment.match.tenants:
-            return ("assignments", i, "match", "tenants"), "this version of the proxy knows keys and no tenants"
-    return None

@@ -10,14 +10,16 @@ import time
 from contextlib import AbstractAsyncContextManager
 
 from guard.mia.spec import MiaSpec
-from guard.policy import Decision, Judges, Question, RequestFacts
+from guard.policy import Decision, Judges, Question
 from guard.proxy.access import check_media_type
+from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer
 from guard.proxy.body import ChatRequest, parse_chat_request
 from guard.proxy.errors import BlockedError, GuardUnavailableError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.refusal import refuse
 from guard.proxy.relay import relay
+from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
 from guard.proxy.verdict import ShadowRefusedError, decide, spec_refusal
 
@@ -25,31 +27,15 @@ from guard.proxy.verdict import ShadowRefusedError, decide, spec_refusal
 async def chat(services: Services, exchange: Exchange) -> None:
     """Answer one chat request. Raises ``ApiError`` or ``ClientGoneError`` for every other end."""
     record, settings = exchange.record, services.settings
-    services.access.check(exchange.headers)
     exchange.need_method("POST")
     check_media_type(exchange.headers)
     raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
     began_s = time.perf_counter()
     request = parse_chat_request(raw)
     record.model, record.streamed = request.model, request.streamed
-    judges = _judges(services, exchange, request)
+    exchange.affinity = affinity_of(request.fields)
+    judges = judges_for(services.policies, exchange, request.model)
     await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
-
-
-def _judges(services: Services, exchange: Exchange, request: ChatRequest) -> Judges:
-    """The policies for this request, from now to its end, whatever is reloaded meanwhile."""
-    record = exchange.record
-    facts = RequestFacts(
-        record.request_id,
-        record.route,
-        request.model,
-        services.access.key_hash(exchange.headers),
-        headers=exchange.headers,
-    )
-    judges, record.assignment = services.policies.current.choose(facts)
-    record.policy, record.policy_hash = judges.live.name, judges.live.hash
-    exchange.label = judges.live.label
-    return judges
 
 
 async def _guarded(
@@ -112,4 +98,6 @@ async def _ask_again(services: Services, exchange: Exchange, request: ChatReques
 def _ask(
     services: Services, exchange: Exchange, body: bytes, *, early: bool
 ) -> AbstractAsyncContextManager[asyncio.Task[Answer]]:
-    return services.upstream.ask(body, exchange.record.request_id, exchange.headers, early=early)
+    return services.upstream.ask(
+        body, exchange.record.request_id, exchange.headers, early=early, affinity=exchange.affinity
+    )

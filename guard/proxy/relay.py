@@ -40,6 +40,7 @@ async def _relay_stream(exchange: Exchange, answer: StreamedAnswer) -> None:
         for last in frames:
             failed = failed or last.startswith(ERROR_FRAME)
             usage = last if USAGE in last else usage
+        exchange.record.frames += len(frames)
         if frames:
             await exchange.stream(b"".join(frames))
     _count_tokens(exchange.record, usage.removeprefix(b"data: "))

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save
 
 from guard.proxy.app import create_app
-from guard.proxy_server import listening_socket, serving
+from guard.proxy_server import Stopping, listening_socket, serving
 from guard.settings import Settings
 from tests.proxy.engine import FakeEngine, running
 
@@ -114,7 +114,7 @@ def start_proxy(tmp_path: Path) -> StartProxy:
         }
         app = create_app(Settings(**(given | settings)))
         with listening_socket("127.0.0.1", 0) as listener:
-            async with serving(app, listener):
+            async with serving(app, listener, stopping=Stopping(limit_s=1)):
                 yield Proxy(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, tmp_path / "ledger.jsonl")
 
     return start

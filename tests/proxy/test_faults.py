@@ -215,10 +215,7 @@ async def test_a_client_that_never_ends_its_body_is_refused(start_proxy: StartPr
         writer.close()
 
 
-async def test_requests_under_way_when_the_proxy_stops_are_told_and_recorded(
-    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("guard.proxy_server.STOP_LIMIT_S", 0.1)
+async def test_requests_under_way_when_the_proxy_stops_are_told_and_recorded(start_proxy: StartProxy) -> None:
     engine = FakeEngine(answer_delay_s=None)
     async with running(engine):
         async with start_proxy(engine) as proxy:
@@ -226,8 +223,9 @@ async def test_requests_under_way_when_the_proxy_stops_are_told_and_recorded(
             streamed = asyncio.create_task(proxy.post(STREAM))
             await eventually(lambda: engine.open == 2)
             await asyncio.sleep(0.1)
-        status, _, body = await whole
+        status, headers, body = await whole
         assert (status, error_of(body)["code"]) == (503, "stopping")
+        assert headers["retry-after"] == "1"
         _, _, body = await streamed
         assert b"The" in body
         assert error_of(body.strip().rsplit(b"data: ", 1)[1])["code"] == "stopping"
