@@ -304,14 +304,14 @@ async def test_the_place_of_a_replica_that_died_is_free_again_when_its_lease_run
         from guard.proxy.shared_limits import SharedLimits
 
         url, scopes = f"redis://127.0.0.1:{port}/0", [Scope("key:a", Limits(concurrent=1))]
-        died, kept, other = SharedLimits(url, 0.6), SharedLimits(url, 0.6), SharedLimits(url, 0.6)
+        died, kept, other = SharedLimits(url, 1.5), SharedLimits(url, 1.5), SharedLimits(url, 1.5)
         renewing = asyncio.create_task(kept.renew())
         try:
             assert await died.admit("lease-1", scopes) is None
             assert await other.admit("lease-2", scopes) is not None
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(1.7)
             assert await kept.admit("lease-3", scopes) is None
-            await asyncio.sleep(0.9)
+            await asyncio.sleep(2.2)
             refused = await other.admit("lease-4", scopes)
             assert refused is not None
             assert refused.what == "concurrent"
