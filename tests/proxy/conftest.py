@@ -24,7 +24,7 @@ from tests.proxy.engine import FakeEngine, running
 POLICY = """\
 version: 1
 name: test
-prompt_timeout_s: 0.3
+prompt_timeout_s: 30
 detectors:
   danger: {kind: probe}
 rules:
@@ -42,6 +42,9 @@ rules:
     action: flag
     on_error: allow
 """
+IMPATIENT = POLICY.replace("prompt_timeout_s: 30", "prompt_timeout_s: 0.3")
+"""For scores that do not come. With those that do, a busy machine would make them late."""
+
 BLOCKED, STEERED, FLAGGED, CLEAN = 5.0, 1.5, 0.5, -5.0
 """Logits for the four outcomes."""
 
