@@ -14,7 +14,7 @@ import pytest
 
 from guard.machine import free_port
 from guard.mia.results import EVENT_OBJECT
-from tests.proxy.conftest import BLOCKED, BODY, Proxy, StartProxy, eventually
+from tests.proxy.conftest import BLOCKED, BODY, IMPATIENT, Proxy, StartProxy, eventually
 from tests.proxy.engine import FakeEngine, running
 
 STREAM = {**BODY, "stream": True}
