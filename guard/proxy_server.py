@@ -1,6 +1,7 @@
 """The proxy's HTTP server: its port, taken early, and uvicorn as a task that ends when its block is left.
 
-Owns sockets and uvicorn's settings. What it serves is any ASGI application; signals are the caller's.
+Owns sockets, TLS, the order of stopping, and uvicorn's settings. What it serves is any ASGI application; signals are
+the caller's.
 """
 
 from __future__ import annotations
@@ -8,13 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
-STOP_LIMIT_S = 5
-"""How long answers under way may take to end once the server is told to stop."""
+
+@dataclass(frozen=True)
+class Tls:
+    """Files in PEM. ``client_ca``: who signs the certificates that clients must show; None: they need none."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """What happens once the server is told to stop: ``begin`` is called, for ``delay_s`` everything goes on, and then
+    no connection is taken any more, and answers under way get ``limit_s`` to end."""
+
+    begin: Callable[[], None] = lambda: None
+    delay_s: float = 0.0
+    limit_s: float = 5.0
 
 
 class StartError(RuntimeError):
@@ -44,9 +64,17 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """uvicorn as a task; left, it lets answers under way end for ``STOP_LIMIT_S``."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_LIMIT_S)
+async def serving(
+    app: FastAPI, listener: socket.socket, *, stopping: Stopping | None = None, tls: Tls | None = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    """uvicorn as a task; left, it stops as ``stopping`` says."""
+    stop = stopping or Stopping()
+    # uvicorn counts whole seconds.
+    limit_s = max(1, round(stop.limit_s))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=limit_s)
+    if tls is not None:
+        config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs = tls.cert, tls.key, _text(tls.client_ca)
+        config.ssl_cert_reqs = ssl.CERT_REQUIRED if tls.client_ca is not None else ssl.CERT_NONE
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -57,5 +85,28 @@ async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asynci
             raise StartError("the proxy did not start")
         yield task
     finally:
+        stop.begin()
+        if stop.delay_s and not task.done():
+            await asyncio.sleep(stop.delay_s)
         server.should_exit = True
         await task
+
+
+def check_tls(tls: Tls) -> None:
+    """Raises ``StartError`` for files that cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(tls.cert, tls.key, password=_no_passphrase)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise StartError(f"the TLS files {tls.cert} and {tls.key} cannot be used: {reason}") from None
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key has a passphrase; give one without")
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path) if path is not None else None

@@ -26,7 +26,7 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `POST /v1/embeddings` | judged by its text; detectors that read the model are unavailable: `on_error` decides |
 | `GET /v1/models`, `GET /v1/models/ID` | vLLM's list, one entry of it |
 | `GET /livez` | 200 while the proxy lives |
-| `GET /readyz`, `GET /health` | 200 while vLLM is healthy too, else 503; names the policy and the version of all |
+| `GET /readyz`, `GET /health` | 200 while a vLLM is healthy too and the proxy is not told to stop, else 503: below |
 | `GET /metrics` | Prometheus; [what each series means](../dashboards/README.md) |
 
 Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in
@@ -36,8 +36,15 @@ Refused, because it would decide where a prompt is measured, or whether: `vllm_x
 Refused too: several prompts in one completion request and `prompt_embeds`; `background`, `previous_response_id`,
 `prompt`, `conversation` and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the request.
 
-Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no policy sees. With API keys configured,
-`/v1/*` wants `Authorization: Bearer KEY`.
+Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no policy sees. With API keys configured, all
+but the last three rows want `Authorization: Bearer KEY`, or `x-api-key: KEY`.
+
+Of a client's headers vLLM gets `traceparent` and `tracestate`; of vLLM's a client gets `content-type`, `retry-after`
+and `retry-after-ms`. No others pass, in either direction.
+
+`/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `policy` and
+`policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), and `limits` (`local`,
+`shared`, or `degraded` while Redis does not answer).
 
 ## Streamed answers
 When an answer's tokens leave is the policy's `streaming` ([reference](policy-reference.md#the-file)):
@@ -56,6 +63,17 @@ a tool call or its part of the usage. A missing score under `on_error: block` en
 choice and each of its fields (words, reasoning, refusal, names and arguments of tool calls) is judged; the worst
 decides for all.
 
+## Admin API
+On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a key opens nothing else. Of this process.
+
+| route | |
+| --- | --- |
+| `GET /admin/v1/policies` | version of all, each policy's name and hash, and why the files do not count, if so |
+| `POST /admin/v1/policies/reload` | reads the files now; `result` is `success`, `failure` or `noop` |
+| `GET /admin/v1/keys` | each key's id, tenant, policy, limits, requests, tokens and when it was last used; no hash |
+| `POST /admin/v1/keys/reload` | reads the file now; `result` is `success` or `failure` |
+| `GET /admin/v1/upstreams` | each vLLM: address, whether it is healthy, requests that it has from here |
+
 ## Response headers
 | header | meaning |
 | --- | --- |
@@ -64,6 +82,13 @@ decides for all.
 | `x-guard-policy` | name of the policy and the first 12 digits of its content's hash |
 | `x-request-id`, `x-guard-request-id` | the ledger's id: the client's own if it is short and plain, else a new one |
 | `x-should-retry` | `false` where OpenAI's clients must not send the request again |
+| `retry-after`, `retry-after-ms` | with a 429 or 503: when to try again, in seconds and milliseconds |
+"""
+
+
+SETTINGS = """
+Of the proxy. An option counts before the environment, that before the file of `--config`, and that before the default.
+The file is YAML with these names in lower case without `GUARD_`. Every setting is also an option: `--set name=value`.
 """
 
 
@@ -80,7 +105,7 @@ def reference() -> str:
             ),
             (
                 "Settings",
-                "\nOf the proxy. Command-line options win over the environment.\n",
+                SETTINGS,
                 ("environment variable", "default", "meaning"),
                 list(_settings()),
             ),
@@ -120,7 +145,8 @@ def _default(name: str, field: FieldInfo) -> str:
     shipped = {"policy": "the shipped `default.yaml`", "model_configs": "the shipped folder"}
     if field.default_factory is not None:
         return shipped.get(name, "in the user's state folder")
-    return f"`{field.default}`" if field.default not in (None, ()) else "none"
+    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    return f"`{default}`" if default not in (None, "") else "none"
 
 
 def _ledger() -> Iterator[str]:

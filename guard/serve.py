@@ -9,22 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from fastapi import FastAPI
-
-from guard.data import data_folder, default_policy, steering_folder
+from guard.data import data_folder, steering_folder
 from guard.engine_process import LOOPBACK, EngineCommand, EngineError, engine_command
 from guard.machine import port_is_free
 from guard.mia.engine_config import EngineConfig
 from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, resolve_model
 from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
-from guard.proxy.app import create_app
-from guard.proxy_server import StartError, listening_socket, serving
-from guard.settings import SettingsError, load_settings
+from guard.proxy.admin import admin_app
+from guard.proxy.app import application
+from guard.proxy.keys import KeysError
+from guard.proxy.services import Services
+from guard.proxy_server import StartError, Stopping, Tls, check_tls, listening_socket, serving
+from guard.settings import Settings, SettingsError, load_settings
 from guard.supervisor import running_engine
 from guard.telemetry.ledger import LedgerError, check_writable
 from guard.terminal import pull_with_progress, say, tick_printer
@@ -32,28 +35,21 @@ from guard.terminal import pull_with_progress, say, tick_printer
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What ``guard serve`` was asked for."""
+    """What ``guard serve`` was asked for. ``settings``: those of the proxy that were given, by name."""
 
     model: str = DEFAULT_MODEL
-    policy: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 8080
     engine_port: int = 8001
-    ledger: Path | None = None
     compiled: bool = False
     vllm_arguments: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ProxyOptions:
-    """What ``guard proxy`` was asked for."""
+    """What ``guard proxy`` was asked for. ``model``: None leaves the choice to the settings' ``config_key``."""
 
-    upstream: str
-    model: str = DEFAULT_MODEL
-    policy: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 8080
-    ledger: Path | None = None
+    model: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,6 @@ def serve_proxy(options: ProxyOptions) -> int:
 
     async def run() -> int:
         async with running_proxy(options) as server:
-            say(f"ready: http://{options.host}:{options.port}/v1, in front of {options.upstream} (Ctrl-C ends)")
             await asyncio.shield(server)
         return 0
 
@@ -110,7 +105,7 @@ def run_until_signal(work: Coroutine[object, object, int]) -> int:
 
     try:
         return asyncio.run(guarded())
-    except (StartError, EngineError, ModelError, PolicyError, SettingsError, LedgerError) as error:
+    except (StartError, EngineError, ModelError, PolicyError, SettingsError, KeysError, LedgerError) as error:
         say(f"guard: {error}")
         return 1
 
@@ -119,44 +114,69 @@ def run_until_signal(work: Coroutine[object, object, int]) -> int:
 async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
     """Engine and proxy, both ready. What can be refused is refused before the engine's slow start."""
     model = resolve_model(options.model)
-    command = _engine_command(options, model)
-    ledger = options.ledger or default_ledger()
-    upstream = ProxyOptions(command.url, options.model, options.policy, options.host, options.port, ledger)
-    with listening_socket(options.host, options.port) as listener:
+    engine_url = f"http://{LOOPBACK}:{options.engine_port}"
+    settings = load_settings(**{**options.settings, "upstream": engine_url, "config_key": model.config_key})
+    command = _engine_command(options, model, settings)
+    with listening_socket(settings.host, settings.port) as listener:
         _need_free_port(options.engine_port)
-        app = proxy_app(upstream)
+        services = _services(settings)
         if options.model in SOURCES:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
-        async with running_engine(command, say, tick_printer("starting vLLM")), serving(app, listener) as server:
-            yield Pair(command.url, f"http://{_in_url(options.host)}:{options.port}", ledger, server)
+        async with (
+            running_engine(command, say, tick_printer("starting vLLM")),
+            _proxy(services, listener) as server,
+        ):
+            yield Pair(command.url, _url(settings), settings.ledger, server)
 
 
 @contextlib.asynccontextmanager
 async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[None]]:
-    with listening_socket(options.host, options.port) as listener:
-        async with serving(proxy_app(options), listener) as server:
+    """The proxy alone, ready."""
+    given = dict(options.settings)
+    if options.model is not None:
+        given["config_key"] = resolve_model(options.model).config_key
+    settings = load_settings(**given)
+    with listening_socket(settings.host, settings.port) as listener:
+        async with _proxy(_services(settings), listener) as server:
+            say(f"ready: {_url(settings)}/v1, in front of {', '.join(settings.upstream)} (Ctrl-C ends)")
             yield server
 
 
-def default_ledger() -> Path:
-    return state_folder() / "ledger.jsonl"
-
-
-def proxy_app(options: ProxyOptions) -> FastAPI:
-    """The proxy's application for these options; everything else is ``guard.settings``' own (environment, defaults)."""
-    model = resolve_model(options.model)
-    settings = load_settings(
-        upstream=options.upstream,
-        policy=options.policy or default_policy(),
-        config_key=model.config_key,
-        model_configs=data_folder("model_configs"),
-        host=options.host,
-        port=options.port,
-        ledger=options.ledger or default_ledger(),
-    )
+def _services(settings: Settings) -> Services:
+    """Raises whatever the start must be refused for."""
     check_writable(settings.ledger)
-    return create_app(settings)
+    if (tls := _tls(settings)) is not None:
+        check_tls(tls)
+    return Services(settings)
+
+
+@contextlib.asynccontextmanager
+async def _proxy(services: Services, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """The proxy's server, and the admin API's beside it if it has a port. The latter answers until the end."""
+    settings = services.settings
+
+    def begin() -> None:
+        services.draining = True
+
+    stopping = Stopping(begin, settings.drain_delay_s, settings.drain_timeout_s)
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.admin_port is not None:
+            admin = stack.enter_context(listening_socket(settings.admin_host, settings.admin_port))
+            await stack.enter_async_context(serving(admin_app(services), admin, tls=_tls(settings)))
+        yield await stack.enter_async_context(
+            serving(application(services), listener, stopping=stopping, tls=_tls(settings))
+        )
+
+
+def _tls(settings: Settings) -> Tls | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def _url(settings: Settings) -> str:
+    return f"{'https' if settings.tls_cert else 'http'}://{_in_url(settings.host)}:{settings.port}"
 
 
 def bound_policies(path: Path, config_key: str) -> PolicySet:
@@ -188,8 +208,8 @@ def engine_config_for(policies: Sequence[BoundPolicy], vectors_folder: Path) -> 
     )
 
 
-def _engine_command(options: ServeOptions, model: ResolvedModel) -> EngineCommand:
-    policies = bound_policies(options.policy or default_policy(), model.config_key).policies
+def _engine_command(options: ServeOptions, model: ResolvedModel, settings: Settings) -> EngineCommand:
+    policies = bound_policies(settings.policy, model.config_key).policies
     return engine_command(
         model,
         engine_config_for(policies, steering_folder(model.config_key)),

@@ -1,6 +1,7 @@
-"""How one proxy process is set up: from arguments, else from environment variables ``GUARD_*``, else defaults.
+"""How one proxy process is set up: by options, else the environment (``GUARD_*``), else a file, else defaults.
 
-Owns the settings and what must hold between them. A malformed value stops the start. Never reads a policy.
+Owns the settings, the order of their sources, and what must hold between them. A malformed value stops the start. Never
+reads a policy.
 """
 
 from __future__ import annotations
@@ -10,11 +11,27 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import (
+    AnyHttpUrl,
+    Field,
+    FilePath,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from guard.data import data_folder, default_policy
 from guard.paths import state_folder
+from guard.policy.yaml_file import PolicyError, message_at, plain_data, read_mapping
 
 PREFIX = "GUARD_"
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -25,14 +42,19 @@ class SettingsError(ValueError):
 
 
 class Settings(BaseSettings):
-    """Each field is also the environment variable ``GUARD_`` + its name in capitals."""
+    """Each field is also the environment variable ``GUARD_`` + its name in capitals, and a key of the file."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    upstream: str = "http://127.0.0.1:8001"
-    """Base URL of vLLM, without ``/v1``."""
+    config: FilePath | None = None
+    """File of settings in YAML, by the names of these variables in lower case without ``GUARD_``. The environment
+    counts before it, command-line options before both."""
+
+    upstream: Annotated[tuple[str, ...], NoDecode, Field(min_length=1)] = ("http://127.0.0.1:8001",)
+    """Base URL of vLLM, without ``/v1``; several, which serve the same model, are separated by commas. Requests go to
+    those that are healthy, those that begin alike to the same one."""
 
     upstream_api_key: SecretStr | None = None
     """Key that vLLM wants (its ``--api-key``). A client's own key is never sent on."""
@@ -47,13 +69,24 @@ class Settings(BaseSettings):
     """The folder with the detectors' calibrations."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Other than loopback needs ``api_key_hashes``."""
+    """Address to listen on. Other than loopback needs API keys."""
 
     port: Annotated[int, Field(ge=1, le=65535)] = 8080
     """Port to listen on."""
 
     api_key_hashes: Annotated[tuple[str, ...], NoDecode] = ()
-    """SHA-256, in hex, of every accepted API key; several are separated by commas. Empty: no key is asked for."""
+    """SHA-256, in hex, of accepted API keys, beside those of ``keys``; several are separated by commas."""
+
+    keys: Path | None = None
+    """File of API keys, written by ``guard keys``; changes are noticed while the proxy runs. Without it and without
+    ``api_key_hashes`` no key is asked for."""
+
+    max_concurrent: Annotated[int, Field(ge=1)] = 4096
+    """Most requests under way at once, of everybody together; more are a 503."""
+
+    redis_url: SecretStr | None = None
+    """Redis that counts the limits of keys and tenants for all replicas together, as ``redis://HOST:6379/0``. Without
+    it each process counts for itself."""
 
     ledger: Annotated[Path, Field(default_factory=lambda: state_folder() / "ledger.jsonl")]
     """File that gets one JSON line for each request."""
@@ -73,16 +106,56 @@ class Settings(BaseSettings):
     passed_paths: Annotated[tuple[str, ...], NoDecode] = ()
     """Other paths of vLLM that pass as they are, several separated by commas. No policy sees them. Empty: refused."""
 
+    upstream_ca: FilePath | None = None
+    """Certificates, in PEM, that vLLM's own must be signed by where ``upstream`` is ``https://``. Default: those that
+    the system trusts."""
+
+    tls_cert: FilePath | None = None
+    """Certificate in PEM, with its chain: the proxy then speaks HTTPS. Read at start."""
+
+    tls_key: FilePath | None = None
+    """Its private key in PEM, without a passphrase."""
+
+    tls_client_ca: FilePath | None = None
+    """Certificates, in PEM, that clients' own must be signed by. Without it clients need none."""
+
+    drain_delay_s: Annotated[float, Field(ge=0)] = 0.0
+    """Told to stop, how long the proxy goes on as ever but for ``/readyz``, so that load balancers send to others."""
+
+    drain_timeout_s: Annotated[float, Field(gt=0)] = 20.0
+    """Afterwards, how long answers under way may take to end; then they are ended with an error."""
+
+    admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of the admin API; without it there is none. It needs ``keys``, and a key made with ``--admin``."""
+
+    admin_host: str = "127.0.0.1"
+    """Address of the admin API."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The first source that has a field counts."""
+        path = {**env_settings(), **init_settings()}.get("config")
+        file = () if path is None else (InitSettingsSource(settings_cls, read_settings_file(Path(path))),)
+        return (init_settings, env_settings, *file)
+
     @field_validator("upstream")
     @classmethod
-    def _is_a_base_url(cls, value: str) -> str:
-        TypeAdapter(AnyHttpUrl).validate_python(value)
-        base = value.rstrip("/")
-        if base.endswith("/v1"):
+    def _are_base_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            TypeAdapter(AnyHttpUrl).validate_python(one)
+        bases = tuple(dict.fromkeys(one.rstrip("/") for one in value))
+        if any(base.endswith("/v1") for base in bases):
             raise ValueError("is the server's base URL, without /v1")
-        return base
+        return bases
 
-    @field_validator("api_key_hashes", "passed_paths", mode="before")
+    @field_validator("upstream", "api_key_hashes", "passed_paths", mode="before")
     @classmethod
     def _split_at_commas(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
@@ -98,16 +171,39 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _open_to_others_only_with_keys(self) -> Self:
-        if not self.api_key_hashes and not is_loopback(self.host):
+        if not self.api_key_hashes and self.keys is None and not is_loopback(self.host):
             raise ValueError(
                 f"without API keys the proxy listens on loopback only, not on {self.host}; "
-                f"set {PREFIX}API_KEY_HASHES, or host 127.0.0.1"
+                f"set {PREFIX}KEYS, or host 127.0.0.1"
             )
         return self
 
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert: without TLS no client shows a certificate")
+        if self.admin_port is not None and self.keys is None:
+            raise ValueError("admin_port needs keys: a file with a key that guard keys create --admin made")
+        return self
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """Raises ``SettingsError`` with file and line, for names that are no settings too."""
+    try:
+        root = read_mapping(path)
+        values: dict[str, Any] = plain_data(root)
+    except PolicyError as error:
+        raise SettingsError(str(error)) from None
+    for name in values:
+        if name not in Settings.model_fields or name == "config":
+            raise SettingsError(message_at(root, (name,), "no setting has this name"))
+    return values
+
 
 def load_settings(**given: Any) -> Settings:
-    """``Settings`` with errors for people. Values that are given win over the environment."""
+    """``Settings`` with errors for people. Values that are given win over the environment, and that over the file."""
     try:
         return Settings(**given)
     except ValidationError as error:

@@ -23,7 +23,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("serve", "proxy", "demo", "doctor", "model", "policy", "calibrate"):
+    for command in ("serve", "proxy", "demo", "doctor", "keys", "model", "policy", "calibrate"):
         assert f" {command} " in done.stdout
 
 
@@ -63,6 +63,18 @@ def test_the_doctors_json_is_json_and_its_exit_code_agrees() -> None:
     assert {check["level"] for check in report["checks"]} <= {"ok", "warn", "fail"}
 
 
+def test_the_doctor_measures_the_taps_of_the_policy_and_model_it_is_given(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 10**9, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    folder = tmp_path / "SmolLM2-135M-Instruct"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(sizes))
+    policy = str(Path(__file__).parent.parent / "policies" / "default.yaml")
+    done = run("doctor", "--json", "--model", str(folder), "--policy", policy)
+    taps = next(check for check in json.loads(done.stdout)["checks"] if check["name"] == "taps")
+    assert (done.returncode, taps["level"]) == (1, "fail")
+    assert "lower max_hidden_rows_per_step" in taps["remedy"]
+
+
 def test_a_failed_check_is_shown_with_its_remedy_and_exit_code_1() -> None:
     done = run("doctor", VLLM_PLUGINS="none")
     assert done.returncode == 1
@@ -78,3 +90,14 @@ def test_a_model_that_does_not_exist_is_refused_before_anything_starts(arguments
     assert done.returncode == 1
     assert "owner/model" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "proxy"])
+def test_help_of_what_runs_says_where_settings_come_from_how_it_stops_and_what_it_exits_with(command: str) -> None:
+    told = " ".join(run(command, "--help").stdout.split())
+    assert "in this order: option, environment variable, file of --config, default" in told
+    assert "SIGTERM and Ctrl-C stop it" in told
+    assert "Exit status: 0 after a signal" in told
+    assert f"guard {command} --" in told
+    for option in ("--config", "--set", "--keys", "--admin-port", "--tls-cert", "--redis-url"):
+        assert option in told

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -18,16 +22,24 @@ from guard.doctor import (
     check_processor,
     check_python,
     check_system,
+    check_taps,
     check_torch_companions,
     check_vllm,
     check_writable,
     examine,
     has_failed,
+    judge_taps,
+    model_description,
     report,
+    vllm_step_limits,
 )
 from guard.machine import Gpu, free_port
+from guard.mia.engine_config import EngineConfig
+from guard.mia.sizing import Sizing, StepLimits
+from guard.models import DEFAULT_MODEL, ResolvedModel
 
 H200 = Gpu("NVIDIA H200", "580.95", 143771)
+CHECKOUT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -104,6 +116,84 @@ def test_the_report_is_not_ok_exactly_when_a_check_failed() -> None:
         ],
     }
     assert report([bad])["ok"] is False
+
+
+LLAMA = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+
+
+def levels(checks: list[Check]) -> dict[str, str]:
+    assert all(bool(check.remedy) == (check.level != "ok") for check in checks)
+    return {check.name: check.level for check in checks}
+
+
+def judged(device_bytes: int = 140 * GIB, memory_bytes: int = 64 * GIB, **config: Any) -> list[Check]:
+    """Taps at two layers of an 8B model, on a GPU."""
+    sizing = Sizing(EngineConfig(hidden_layers=(1, 2), **config), StepLimits(1024, 8192), 4096, 2, {}, False)
+    return judge_taps(sizing, device_bytes, memory_bytes)
+
+
+def test_taps_that_do_not_fit_fail_and_name_the_setting() -> None:
+    assert set(levels(judged()).values()) == {"ok"}
+    too_many_rows = judged(max_hidden_rows_per_step=10**8)
+    assert levels(too_many_rows)["taps"] == "fail"
+    assert "max_hidden_rows_per_step" in too_many_rows[0].remedy
+    assert levels(judged(device_bytes=0, max_hidden_rows_per_step=10**8))["taps"] == "ok", "nobody knows"
+    no_host_memory = judged(memory_bytes=GIB, max_host_bytes=GIB)
+    assert levels(no_host_memory)["taps, host"] == "fail"
+    assert "max_host_bytes" in no_host_memory[-1].remedy
+    small_ring = judged(max_shared_bytes=2**20)
+    assert levels(small_ring)["taps, host"] == "warn"
+    assert "max_shared_bytes" in small_ring[-1].remedy
+
+
+def described(folder: Path, **config: Any) -> dict[str, Any] | None:
+    (folder / "config.json").write_text(json.dumps(config))
+    return model_description(ResolvedModel(str(folder), "m", "m"))
+
+
+def test_sizes_of_a_model_come_from_its_own_file(tmp_path: Path) -> None:
+    assert model_description(ResolvedModel(str(tmp_path), "m", "m")) is None
+    assert described(tmp_path, **LLAMA) == LLAMA
+    assert described(tmp_path, text_config=LLAMA, hidden_size=1) == LLAMA
+    gpt2 = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
+    assert described(tmp_path, n_embd=768, n_head=12) == gpt2
+    assert described(tmp_path, d_model=8) is None
+
+
+def test_a_policys_taps_are_measured_on_the_model_it_is_for(tmp_path: Path) -> None:
+    with patch("guard.doctor.model_description", return_value=LLAMA):
+        on_gpu, *_ = check_taps(DEFAULT_MODEL, CHECKOUT / "policies" / "default.yaml", "cuda", [H200], 64 * GIB)
+        on_cpu, *_ = check_taps(DEFAULT_MODEL, CHECKOUT / "policies" / "default.yaml", "cpu", [], 64 * GIB)
+    assert (on_gpu.level, on_cpu.level) == ("ok", "ok")
+    assert "at 1024 requests and 8192 tokens a step" in on_gpu.found
+    assert "hidden-state taps 5.66 MiB, " in on_gpu.found
+    assert "at 128 requests and 2048 tokens a step" in on_cpu.found
+    with patch("guard.doctor.model_description", return_value=None):
+        assert levels(check_taps(DEFAULT_MODEL, CHECKOUT / "policies" / "default.yaml", "cpu", [], 1)) == {
+            "taps": "warn"
+        }
+    broken = tmp_path / "policy.yaml"
+    broken.write_text("version: 1\nname: x\nrules: nothing\n")
+    assert levels(check_taps(DEFAULT_MODEL, broken, "cpu", [], 1)) == {"taps": "fail"}
+
+
+@pytest.mark.parametrize(
+    "gpu", [None, H200, Gpu("NVIDIA A100", "1", 81920), Gpu("B200", "1", 183359), Gpu("T4", "1", 15360)]
+)
+def test_what_a_step_holds_is_what_vllm_takes_by_default(gpu: Gpu | None) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    platform = SimpleNamespace(
+        get_device_total_memory=lambda: gpu.memory_mib * 2**20 if gpu else 0,
+        get_device_name=lambda: gpu.name if gpu else "cpu",
+        is_tpu=lambda: False,
+        is_cpu=lambda: gpu is None,
+    )
+    with patch("vllm.engine.arg_utils.current_platform", platform):
+        tokens, requests = EngineArgs.get_batch_defaults(world_size=1)
+    server = UsageContext.OPENAI_API_SERVER
+    assert vllm_step_limits(gpu) == StepLimits(requests[server], tokens[server])
 
 
 def test_the_environment_that_runs_the_tests_is_fit_to_run_the_product() -> None:

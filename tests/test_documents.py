@@ -13,7 +13,9 @@ import guard
 from guard.cli import app
 from guard.data import default_policy
 from guard.policy import load_policy
+from guard.proxy.keys import read_keys
 from guard.reference import reference
+from guard.settings import load_settings
 
 CHECKOUT = Path(__file__).parent.parent
 PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md")])
@@ -60,6 +62,28 @@ def test_the_policy_in_the_readme_is_a_policy(tmp_path: Path) -> None:
 
 def test_the_answer_in_the_readme_is_the_shipped_policys() -> None:
     assert re.findall(r"default@([0-9a-f]{12})", README) == [load_policy(default_policy()).hash[:12]]
+
+
+def test_the_settings_and_the_keys_in_the_operators_page_can_be_read(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (CHECKOUT / "docs" / "operations.md").read_text(), re.DOTALL)
+    (settings,) = [block for block in blocks if "upstream:" in block]
+    (keys,) = [block for block in blocks if "tenants:\n" in block]
+    (tmp_path / "guard.yaml").write_text(settings)
+    (tmp_path / "keys.yaml").write_text(keys)
+    assert len(load_settings(config=tmp_path / "guard.yaml").upstream) == 2
+    assert read_keys(tmp_path / "keys.yaml").tenants["acme"].limits.concurrent == 64
+
+
+def test_every_known_failure_of_others_is_answered_once_and_the_tests_it_names_exist() -> None:
+    page = (CHECKOUT / "docs" / "known-failures-of-others.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 51))
+    written = "".join(file.read_text(encoding="utf-8") for file in (CHECKOUT / "tests").rglob("test_*.py"))
+    known = set(re.findall(r"def (test_\w+)\(", written))
+    assert set(re.findall(r"`(test_\w+)`", page)) <= known
+    for number, answer in rows:
+        assert re.search("[Hh]andled|Impossible|Open", answer), number
+        assert "`test_" in answer or not re.search("[Hh]andled", answer), number
 
 
 def test_no_page_has_a_placeholder() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,15 @@ KEY_HASH = hashlib.sha256(KEY.encode()).hexdigest()
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GUARD_UPSTREAM", "GUARD_HOST", "GUARD_PORT", "GUARD_API_KEY_HASHES", "GUARD_MAX_BODY_BYTES"):
+    for name in (
+        "GUARD_UPSTREAM",
+        "GUARD_HOST",
+        "GUARD_PORT",
+        "GUARD_API_KEY_HASHES",
+        "GUARD_MAX_BODY_BYTES",
+        "GUARD_KEYS",
+        "GUARD_CONFIG",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -22,7 +31,44 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(monkeyp
     monkeypatch.setenv("GUARD_PORT", "9001")
     monkeypatch.setenv("GUARD_UPSTREAM", "http://gpu:8000/")
     settings = load_settings(port=9002)
-    assert (settings.port, settings.upstream, settings.host) == (9002, "http://gpu:8000", "127.0.0.1")
+    assert (settings.port, settings.upstream, settings.host) == (9002, ("http://gpu:8000",), "127.0.0.1")
+
+
+def test_an_option_wins_over_the_environment_that_over_the_file_and_that_over_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "guard.yaml"
+    file.write_text(
+        "upstream: [http://a:1, http://b:2/]\nport: 9001\nmax_body_bytes: 2048\nbody_timeout_s: 7\n"
+        f"api_key_hashes: {KEY_HASH}\n"
+    )
+    monkeypatch.setenv("GUARD_MAX_BODY_BYTES", "4096")
+    monkeypatch.setenv("GUARD_PORT", "9002")
+    settings = load_settings(config=file, port=9003)
+    assert (settings.port, settings.max_body_bytes, settings.body_timeout_s) == (9003, 4096, 7.0)
+    assert settings.upstream == ("http://a:1", "http://b:2")
+    assert (settings.api_key_hashes, settings.read_timeout_s) == ((KEY_HASH,), 600.0)
+    monkeypatch.setenv("GUARD_CONFIG", str(file))
+    assert load_settings().port == 9002
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1\n", "guard.yaml:1: prot: no setting has this name"),
+        ("port: 1\nport: 2\n", "guard.yaml:2: 'port' is written twice"),
+        ("config: other.yaml\n", "guard.yaml:1: config"),
+        ("port: eighty\n", "port (GUARD_PORT): "),
+        ("- port\n", "guard.yaml:1: it is no mapping"),
+        ("upstream: []\n", "upstream (GUARD_UPSTREAM)"),
+        ("admin_port: 9\n", "admin_port needs keys"),
+    ],
+)
+def test_a_file_with_a_mistake_stops_the_start(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "guard.yaml").write_text(text)
+    with pytest.raises(SettingsError) as refused:
+        load_settings(config=tmp_path / "guard.yaml")
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +92,7 @@ def test_a_malformed_value_stops_the_start_and_names_its_variable(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.10", "example.org", ""])  # noqa: S104
 def test_without_keys_only_loopback_is_listened_on(host: str) -> None:
-    with pytest.raises(SettingsError, match="GUARD_API_KEY_HASHES"):
+    with pytest.raises(SettingsError, match="GUARD_KEYS"):
         load_settings(host=host)
     assert load_settings(host=host, api_key_hashes=(KEY_HASH,)).host == host
 

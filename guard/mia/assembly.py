@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from guard.mia.ops import HELD_BACK, SHUT
+from guard.mia.plan import RequestPlan, RowChunk, StepLayout
 from guard.mia.record import StepRecord
 from guard.mia.results import (
     AttentionReadout,
@@ -30,7 +31,7 @@ from guard.mia.results import (
     join,
     not_complete,
 )
-from guard.mia.routing import CACHED, RequestPlan, RowChunk, StepLayout
+from guard.mia.routing import CACHED
 from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, QKCapture, generates
 from guard.mia.step_reading import Part, RingReadout, RingRows, StepReading, join_ring
 

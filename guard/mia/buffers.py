@@ -1,31 +1,26 @@
 """Every tensor that the taps read or write, allocated in one place and never moved.
 
-Owns allocation and sizes. ``taps`` binds these to layers, ``routing`` fills the control block before a step,
-``readouts`` reads the pools after it. Sizes follow from the configured taps and the step's limits alone.
+Owns allocation; how much is ``sizing``'s. ``taps`` binds these to layers, ``routing`` fills the control block before
+a step, ``readouts`` reads the pools after it. What would not fit is refused before anything is allocated.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from guard.mia.control import Control
 from guard.mia.engine_config import EngineConfig
-from guard.mia.ops import GATHER_WORDS, SHUT, STEER_PASS_WORDS, STEER_ROW_WORDS
+from guard.mia.ops import SHUT
 from guard.mia.sharding import HeadShard
-from guard.mia.spec import MAX_VECTORS_PER_LAYER
+from guard.mia.sizing import LayerHeads, Sizing
+from guard.mia.sizing import StepLimits as StepLimits
 
-GATES_PER_REQUEST = 4
-"""Gates that there is room for, for each request that a step can hold."""
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """What one engine step can hold: requests and tokens."""
-
-    requests: int
-    tokens: int
+logger = logging.getLogger("vllm.mia")
+"""vLLM's log has all below ``vllm``."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +73,7 @@ class TapBuffers:
     act; sums: ``[gates]`` float32, of readouts that are averaged.
     """
 
+    sizing: Sizing
     control: Control
     hidden_pool: torch.Tensor
     query_pool: torch.Tensor
@@ -104,31 +100,39 @@ class TapBuffers:
         shard: HeadShard,
         gathers_keys: bool,
     ) -> TapBuffers:
-        """``shapes`` has an entry for each attention layer of ``config``; ``bank`` is ``[capacity, hidden_size]``."""
+        """``shapes`` has an entry for each attention layer of ``config``; ``bank`` is ``[capacity, hidden_size]``.
+
+        Raises ``BuffersTooLargeError``.
+        """
         device = bank.device
         layers = sorted(shapes)
         heads = {n: local_heads(config, shard, n, shapes[n]) for n in layers}
-        hidden_slots = (config.max_hidden_rows_per_step or limits.requests) * len(config.tapped_layers)
-        query_slots = (config.max_query_rows_per_step or limits.requests) * sum(len(some) for some in heads.values())
-        steered_rows = limits.tokens * len(config.steering_layers)
-        key_rows = limits.tokens * len(layers) if gathers_keys else 0
-        words = GATHER_WORDS * (hidden_slots + query_slots + key_rows)
-        words += steered_rows * (STEER_ROW_WORDS + MAX_VECTORS_PER_LAYER * STEER_PASS_WORDS)
-        numbers = iter(range(len(config.tapped_layers) + 2 * len(layers) + len(config.steering_layers)))
-        gates = GATES_PER_REQUEST * limits.requests
+        sizing = Sizing(
+            config,
+            limits,
+            hidden_size,
+            dtype.itemsize,
+            {n: LayerHeads(len(heads[n]), shapes[n].key_heads, shapes[n].head_size) for n in layers},
+            gathers_keys,
+        )
+        sizing.check_device(free_bytes(device), taken_bytes=bank.nbytes)
+        sizing.check_host(psutil.virtual_memory().available)
+        logger.info("mia: %s; a request: %s; host: %s", sizing.taps_text, sizing.request_text, sizing.host_text)
+        numbers = iter(range(sizing.taps))
 
         def pool(slots: int, width: int) -> torch.Tensor:
             return torch.zeros(slots, width, dtype=dtype, device=device)
 
-        hidden_pool = pool(hidden_slots, hidden_size)
-        query_pool = pool(query_slots, max((shape.head_size for shape in shapes.values()), default=1))
+        hidden_pool = pool(sizing.hidden_slots, hidden_size)
+        query_pool = pool(sizing.query_slots, sizing.query_width)
 
         def queries(size: int) -> torch.Tensor:
             # One tensor where that will do: a compiled graph treats views of it as strangers that overlap.
             return query_pool if size == query_pool.shape[1] else query_pool[:, :size]
 
         return cls(
-            control=Control(len(config.tapped_layers) + 2 * len(layers) + len(config.steering_layers), words, device),
+            sizing=sizing,
+            control=Control(sizing.taps, sizing.entry_words, device),
             hidden_pool=hidden_pool,
             query_pool=query_pool,
             hidden={n: GatherTap(next(numbers), hidden_pool) for n in config.tapped_layers},
@@ -141,21 +145,22 @@ class TapBuffers:
             attention_shapes=shapes,
             bank=bank,
             dose_limit=torch.tensor([config.max_relative_dose or float("inf")], device=device),
-            doses=torch.zeros(steered_rows * MAX_VECTORS_PER_LAYER, device=device),
-            opened_at=torch.full((gates,), SHUT, dtype=torch.int32, device=device),
-            sums=torch.zeros(gates, device=device),
+            doses=torch.zeros(sizing.doses, device=device),
+            opened_at=torch.full((sizing.gates,), SHUT, dtype=torch.int32, device=device),
+            sums=torch.zeros(sizing.gates, device=device),
         )
 
     def sizes_bytes(self) -> dict[str, int]:
         """Device memory by what it is for."""
-        return {
-            "hidden rows": self.hidden_pool.nbytes,
-            "queries": self.query_pool.nbytes,
-            "keys": sum(tap.out.nbytes for tap in self.key.values()),
-            "steering vectors": self.bank.nbytes,
-            "entries": self.control.tensor.nbytes,
-            "doses and gates": self.doses.nbytes + self.opened_at.nbytes + self.sums.nbytes,
-        }
+        return self.sizing.device_bytes
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated: on CUDA with what torch keeps of what was freed."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def local_heads(config: EngineConfig, shard: HeadShard, layer: int, shape: AttentionShape) -> tuple[int, ...]:

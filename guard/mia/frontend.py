@@ -83,9 +83,9 @@ class FetchedRows:
         return 4 * self.values.numel()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def ring_reader(path: str) -> RingReader:
-    """One for each worker that ever ran beside this process."""
+    """One for each worker beside this process; of those that are gone some are kept a while."""
     return RingReader(path)
 
 

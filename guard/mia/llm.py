@@ -203,8 +203,8 @@ class MiaLLM:
                 others = without_keys(one.extra_args or {})
                 others.pop("mia", None)
                 one.extra_args = others or None
-                (rendered,) = self.llm.renderer.render_cmpl([parse_model_prompt(self.llm.model_config, prompt)])
                 with nullcontext() if context is None else active(context):
+                    (rendered,) = self.llm.renderer.render_cmpl([parse_model_prompt(self.llm.model_config, prompt)])
                     contexts[add(rendered, one, context)] = context
         finished = self._run()
         outputs = [finished[request_id] for request_id in contexts]

@@ -12,7 +12,7 @@ import torch
 
 from guard.mia import kernels
 from guard.mia.buffers import AttentionShape
-from guard.mia.routing import RequestPlan
+from guard.mia.plan import RequestPlan
 from guard.mia.tracking import Tracked
 
 ALIGNED_ELEMENTS = 8

@@ -16,10 +16,11 @@ import torch
 from guard.mia import ops as _ops  # noqa: F401  (registers torch.ops.mia)
 from guard.mia.buffers import AttentionShape, TapBuffers
 from guard.mia.control import Control
+from guard.mia.plan import RequestPlan, RowChunk, StepPlan
 from guard.mia.probes import ProbeBank
 from guard.mia.record import Rows, StepRecord
 from guard.mia.results import QKReadout
-from guard.mia.routing import RequestPlan, Router, RowChunk, StepPlan
+from guard.mia.routing import Router
 from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import AttentionCapture, Head, MiaSpec, QKCapture, TokenRanges

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from guard.mia.plan import StepLayout
 from guard.mia.results import QKReadout
-from guard.mia.routing import StepLayout
 from guard.mia.row_ring import Slab
 
 Rows = tuple[str, str, int]

@@ -6,7 +6,7 @@ from guard.policy.judges import Judges
 from guard.policy.loading import LoadedPolicy, load_policy
 from guard.policy.measuring import Question
 from guard.policy.policy_set import PolicySet, load_policies
-from guard.policy.selection import RequestFacts
+from guard.policy.selection import NoSuchPolicyError, RequestFacts
 from guard.policy.store import PolicyStore
 from guard.policy.yaml_file import PolicyError
 
@@ -15,6 +15,7 @@ __all__ = [
     "Decision",
     "Judges",
     "LoadedPolicy",
+    "NoSuchPolicyError",
     "PolicyError",
     "PolicySet",
     "PolicyStore",

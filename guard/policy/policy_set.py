@@ -14,8 +14,7 @@ from guard.policy.bound import BoundPolicy
 from guard.policy.judges import Judges, TooMuchError, judges
 from guard.policy.loading import LoadedPolicy, load_policy
 from guard.policy.selection import RequestFacts, Selection, choose
-from guard.policy.support import unsupported_selection
-from guard.policy.yaml_file import PolicyError, message_at, read_mapping, validated
+from guard.policy.yaml_file import PolicyError, read_mapping, validated
 
 SELECTION_FILE = "selection.yaml"
 TESTS_SUFFIX = ".tests.yaml"
@@ -117,12 +116,8 @@ def policy_files(folder: Path) -> list[Path]:
 
 
 def load_selection(path: Path) -> Selection:
-    """Raises ``PolicyError``, for what this proxy cannot follow too."""
-    root = read_mapping(path)
-    selection = validated(root, Selection)
-    if (found := unsupported_selection(selection)) is not None:
-        raise PolicyError(message_at(root, *found))
-    return selection
+    """Raises ``PolicyError``."""
+    return validated(read_mapping(path), Selection)
 
 
 def _loaded(folder: Path) -> dict[str, LoadedPolicy]:

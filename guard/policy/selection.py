@@ -29,10 +29,10 @@ class Match(Section):
     """What a request must be like. Every field that is given must fit, each by any of its values."""
 
     keys: tuple[KeyHash, ...] = ()
-    """API keys, as SHA-256 in hex like in `GUARD_API_KEY_HASHES`."""
+    """API keys, as SHA-256 in hex like in the file of keys."""
 
     tenants: tuple[str, ...] = ()
-    """Tenants that keys belong to."""
+    """Tenants that keys belong to, by the file of keys. Requests without a key have none."""
 
     models: Annotated[tuple[str, ...], Field(examples=[["llama-*"]])] = ()
     """Models that clients ask for; `*` and `?` stand for any characters."""
@@ -92,6 +92,9 @@ class Selection(Section):
     assignments: Annotated[tuple[Assignment, ...], Field(max_length=256)] = ()
     """In order."""
 
+    for_keys: tuple[PolicyName, ...] = ()
+    """Policies that API keys may have as their own. A key's own policy counts before any assignment."""
+
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
         names = [one.name for one in self.assignments]
@@ -103,12 +106,14 @@ class Selection(Section):
     def pairs(self) -> tuple[tuple[str, str | None], ...]:
         """Every live policy with the one beside it that a request may get."""
         chosen = [(self.default, self.shadow), *((one.policy, one.shadow or self.shadow) for one in self.assignments)]
+        chosen += [(policy, self.shadow) for policy in self.for_keys]
         return tuple(dict.fromkeys(chosen))
 
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """What is known about a request before its prompt is read. ``headers``: names in lower case."""
+    """What is known about a request before its prompt is read. ``headers``: names in lower case. ``policy``: the one
+    that its key has."""
 
     request_id: str
     route: str
@@ -116,6 +121,11 @@ class RequestFacts:
     key_hash: str | None = None
     tenant: str | None = None
     headers: Mapping[str, str] | None = None
+    policy: str | None = None
+
+
+class NoSuchPolicyError(ValueError):
+    """A key has a policy that the selection does not allow keys to have."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,14 @@ class Choice:
 
 
 def choose(selection: Selection, facts: RequestFacts) -> Choice:
-    """The policy for one request: the same for the same facts, whoever asks and whenever."""
+    """The policy for one request: the same for the same facts, whoever asks and whenever.
+
+    Raises ``NoSuchPolicyError``: never another policy in place of the one that a key was given.
+    """
+    if facts.policy is not None:
+        if facts.policy not in (*selection.for_keys, selection.default):
+            raise NoSuchPolicyError(f"no policy {facts.policy} for keys; selection.yaml lists them under for_keys")
+        return Choice(facts.policy, selection.shadow, None)
     for one in selection.assignments:
         if fits(one.match, facts) and _is_in_share(one, facts):
             return Choice(one.policy, one.shadow or selection.shadow, one.name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -44,10 +45,15 @@ class PolicyStore:
         """Why the files that are there now are not what judges."""
         self._bind = bind_policy
         self._on_reload = on_reload
+        self._reloading = threading.Lock()
         self._stamp = self._look()
 
     def reload(self) -> Reload:
-        """Read all files again, and let them judge from now on if all of them can."""
+        """Read all files again, and let them judge from now on if all of them can. One thread at a time does."""
+        with self._reloading:
+            return self._reload()
+
+    def _reload(self) -> Reload:
         self._stamp = self._look()
         try:
             new = load_policies(self.path, self._bind)

@@ -5,56 +5,68 @@ Owns the checks of a request's headers. Keys are known as SHA-256 only, and neve
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from guard.proxy.errors import ForbiddenHostError, InvalidKeyError, MediaTypeError
+from guard.proxy.key_store import KeyStore
+from guard.proxy.keys import Caller, hash_of
 from guard.settings import is_loopback
 
 HOST = re.compile(r"(\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9.\-]+))(:[0-9]{1,5})?|(?P<bare>[0-9A-Fa-f:.]+)")
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]{0,63}")
 
 
+NOBODY = Caller()
+"""Whoever asks when no key is asked for."""
+
+
 @dataclass(frozen=True)
 class Access:
-    """``key_hashes``: SHA-256 in hex of every accepted key; none means that no key is asked for."""
+    """``keys``: those that are accepted, at any moment."""
 
-    key_hashes: tuple[str, ...]
+    keys: KeyStore
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raises ``InvalidKeyError`` or ``ForbiddenHostError``."""
-        if self.key_hashes:
-            self._check_key(headers.get("authorization", ""))
-        self.check_host(headers)
+    def check(self, headers: Mapping[str, str]) -> Caller:
+        """Who asks. Raises ``InvalidKeyError`` or ``ForbiddenHostError``."""
+        if not self.keys.current.asked_for:
+            self.check_host(headers)
+            return NOBODY
+        return _confirmed(self.keys.current.caller, headers)
 
-    def key_hash(self, headers: Mapping[str, str]) -> str | None:
-        """SHA-256 in hex of the key that was checked; None when no key is asked for."""
-        if not self.key_hashes:
-            return None
-        return _given_hash(headers.get("authorization", ""))
+    def check_admin(self, headers: Mapping[str, str]) -> Caller:
+        """Which administrator asks. Raises ``InvalidKeyError``."""
+        return _confirmed(self.keys.current.admin, headers)
 
     def check_host(self, headers: Mapping[str, str]) -> None:
         """Raises ``ForbiddenHostError``."""
-        if not self.key_hashes and not is_loopback(_host_name(headers.get("host", ""))):
+        if not self.keys.current.asked_for and not is_loopback(_host_name(headers.get("host", ""))):
             # A web page may reach a loopback port under a name of its own (DNS rebinding), but not under ours.
-            raise ForbiddenHostError("without API keys the guard answers to localhost only; set GUARD_API_KEY_HASHES")
-
-    def _check_key(self, authorization: str) -> None:
-        scheme, given = authorization.partition(" ")[0], _given_hash(authorization)
-        # All are compared, so that the time tells nothing about which one is near.
-        matches = [hmac.compare_digest(given, known) for known in self.key_hashes]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise InvalidKeyError("a valid API key is needed: Authorization: Bearer KEY")
+            raise ForbiddenHostError("without API keys the guard answers to localhost only; set GUARD_KEYS")
 
 
-def _given_hash(authorization: str) -> str:
-    key = authorization.partition(" ")[2]
+def _confirmed(find: Callable[[str], Caller | None], headers: Mapping[str, str]) -> Caller:
+    given = _given_hash(headers)
+    found = find(given)
+    # Looked up by hash, then compared in constant time whether anything was found or not.
+    same = hmac.compare_digest(given, (found.key_hash if found is not None else None) or "")
+    if found is None or not same:
+        raise InvalidKeyError("a valid API key is needed: Authorization: Bearer KEY")
+    return found
+
+
+def _given_hash(headers: Mapping[str, str]) -> str:
+    """Of the bearer's key, else of ``x-api-key``, as Anthropic's clients send it; empty when there is neither."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if "authorization" not in headers:
+        key = headers.get("x-api-key", "")
+    elif scheme.lower() != "bearer":
+        return ""
     # Headers are read as latin-1; so these are the bytes that were sent.
-    return hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
+    return hash_of(key.strip().encode("latin-1"))
 
 
 def check_media_type(headers: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """The proxy as an application: its routes, and the stages that a request for an answer passes, outermost first.
 
     recording   one ledger line and one count for every request, every exception answered        recording.py
-    access      API key, or loopback only                                                        access.py
+    access      API key, or loopback only; limits of key and tenant                             access.py, admission.py
     body        read within limits, parsed, refused at the edge when it cannot be guarded        body.py, wire_*.py
     upstream    asked for what the policy reads; closed the moment it is not wanted              upstream.py, answer.py
     policy      readouts to scores to a decision, within a bounded time                          verdict.py
@@ -37,8 +37,12 @@ from guard.settings import Settings
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Raises ``PolicyError``. Files and connections are opened by the application's lifespan."""
-    services = Services(settings)
+    """Raises ``PolicyError``, ``KeysError`` and ``SettingsError``."""
+    return application(Services(settings))
+
+
+def application(services: Services) -> FastAPI:
+    """Files and connections are opened by the application's lifespan."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -71,7 +75,6 @@ async def model(services: Services, exchange: Exchange) -> None:
 
 
 async def _list_of_models(services: Services, exchange: Exchange) -> Whole:
-    services.access.check(exchange.headers)
     exchange.need_method("GET")
     return await exchange.until_client_leaves(services.upstream.get(MODELS, exchange.record.request_id))
 

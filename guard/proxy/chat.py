@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
-from guard.policy import Decision, Judges, Question, RequestFacts
+from guard.policy import Decision, Judges, Question
 from guard.policy.measuring import Steering
 from guard.proxy.access import check_media_type
+from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer, PlainAnswer
 from guard.proxy.body import F, GuardedRequest, parse_request
 from guard.proxy.errors import RoutingError, SteeringError
@@ -24,6 +25,7 @@ from guard.proxy.judging import AnswerJudge
 from guard.proxy.readouts import Finding
 from guard.proxy.recording import Handler
 from guard.proxy.relay import relay
+from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
 from guard.proxy.verdict import ShadowRefusedError, TextScores, decide, judge, read_texts, spec_refusal
 from guard.proxy.wire import Form
@@ -39,33 +41,17 @@ def answering(form: Form) -> Handler:
     async def handle(services: Services, exchange: Exchange) -> None:
         record, settings = exchange.record, services.settings
         exchange.named_errors = form.named_errors
-        services.access.check(exchange.headers)
         exchange.need_method("POST")
         check_media_type(exchange.headers)
         raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
         began_s = time.perf_counter()
         request = parse_request(form, raw)
         record.model, record.streamed = request.model, request.streamed
-        judges = choose_judges(services, exchange, request.model)
+        exchange.affinity = affinity_of(request.fields)
+        judges = judges_for(services.policies, exchange, request.model)
         await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
 
     return handle
-
-
-def choose_judges(services: Services, exchange: Exchange, model: str) -> Judges:
-    """The policies for this request, from now to its end, whatever is reloaded meanwhile."""
-    record = exchange.record
-    facts = RequestFacts(
-        record.request_id,
-        record.route,
-        model,
-        services.access.key_hash(exchange.headers),
-        headers=exchange.headers,
-    )
-    judges, record.assignment = services.policies.current.choose(facts)
-    record.policy, record.policy_hash = judges.live.name, judges.live.hash
-    exchange.label = judges.live.label
-    return judges
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,9 @@ class _Asking:
         exchange, spec = self.exchange, self.asked.spec
         body = self.request.to_json(spec if spec.asks else None)
         path, request_id = self.request.form.route, exchange.record.request_id
-        return self.services.upstream.ask(path, body, request_id, exchange.headers, early=early)
+        return self.services.upstream.ask(
+            path, body, request_id, exchange.headers, early=early, affinity=exchange.affinity
+        )
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""

@@ -10,12 +10,14 @@ import time
 
 from guard.policy.schema import Action
 from guard.proxy.access import check_media_type
+from guard.proxy.admission import judges_for
 from guard.proxy.body import GuardedRequest, parse_request
-from guard.proxy.chat import choose_judges, redacted_and_routed
+from guard.proxy.chat import redacted_and_routed
 from guard.proxy.errors import BlockedError, GuardUnavailableError, InvalidRequestError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.readouts import Finding
 from guard.proxy.relay import relay
+from guard.proxy.replicas import affinity_of
 from guard.proxy.services import EMBEDDINGS, Services
 from guard.proxy.verdict import judge, read_texts
 from guard.proxy.wire import Fields, Slot, Texts
@@ -53,14 +55,14 @@ embeddings_form = Texts(
 async def embeddings(services: Services, exchange: Exchange) -> None:
     """Raises ``ApiError`` or ``ClientGoneError`` for every end but an answer."""
     record, settings = exchange.record, services.settings
-    services.access.check(exchange.headers)
     exchange.need_method("POST")
     check_media_type(exchange.headers)
     raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
     began_s = time.perf_counter()
     request = parse_request(embeddings_form, raw)
     record.model = request.model
-    judges = choose_judges(services, exchange, request.model)
+    exchange.affinity = affinity_of(request.fields)
+    judges = judges_for(services.policies, exchange, request.model)
     asked, texts = judges.ask(request.roles), await read_texts(judges, request)
     decision = judge(judges, asked, NOT_READ, record, texts)
     # No gate can open.
@@ -78,7 +80,10 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
 async def _embed(services: Services, exchange: Exchange, request: GuardedRequest[Texts]) -> None:
     sent_s, record = time.perf_counter(), exchange.record
     body, path = request.to_json(), request.form.route
-    async with services.upstream.ask(path, body, record.request_id, exchange.headers, early=False) as opening:
+    asking = services.upstream.ask(
+        path, body, record.request_id, exchange.headers, early=False, affinity=exchange.affinity
+    )
+    async with asking as opening:
         try:
             await relay(exchange, await opening, lambda frame: False)
         finally:

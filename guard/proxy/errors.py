@@ -10,6 +10,8 @@
     ├── NotFoundError             404  a path that the guard does not serve
     │   └── ModelNotFoundError    404  a model that vLLM does not serve
     ├── MethodError               405  the wrong method for the path
+    ├── RateLimitedError          429  a limit of the key or of its tenant is reached
+    ├── OverloadedError           503  the proxy has as many requests under way as it may
     ├── BlockedError              400  a rule hit
     ├── GuardUnavailableError     503  a rule that blocks on_error got no score
     ├── SteeringError             502  vLLM cannot steer as the policy says
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -121,6 +124,35 @@ class MethodError(ApiError):
         self.headers = {"allow": allowed}
 
 
+class RateLimitedError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    outcome = "refused"
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.headers = _later(retry_s)
+
+
+class OverloadedError(ApiError):
+    status = 503
+    code = "overloaded"
+    outcome = "refused"
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.headers = _later(retry_s)
+
+
+def _later(retry_s: float) -> dict[str, str]:
+    """When to try again: in whole seconds for everybody, in milliseconds for OpenAI's clients."""
+    return {
+        "retry-after": str(max(1, math.ceil(retry_s))),
+        "retry-after-ms": str(max(1, math.ceil(retry_s * 1000))),
+    }
+
+
 class BlockedError(ApiError):
     """What a rule measured is why; clients know the code from other providers' filters."""
 
@@ -158,6 +190,7 @@ class StoppedError(ApiError):
     status = 503
     code = "stopping"
     outcome = "stopped"
+    headers: Mapping[str, str] = {"retry-after": "1"}
 
 
 class UpstreamError(ApiError):
@@ -168,6 +201,7 @@ class UpstreamError(ApiError):
 
 class UpstreamBusyError(UpstreamError):
     status = 503
+    headers: Mapping[str, str] = {"retry-after": "1"}
 
 
 class UpstreamSilentError(UpstreamError):

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeError
+from guard.proxy.keys import Caller
 from guard.telemetry.record import RequestRecord
 
 T = TypeVar("T")
@@ -26,7 +27,8 @@ class ClientGoneError(Exception):
 
 @dataclass
 class Exchange:
-    """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s."""
+    """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s. ``caller``: who asks,
+    once that is known. ``affinity``: equal for requests whose prompts begin alike."""
 
     scope: Scope
     receive: Receive
@@ -34,6 +36,8 @@ class Exchange:
     record: RequestRecord
     label: str
     named_errors: bool = False
+    caller: Caller = field(default_factory=Caller)
+    affinity: bytes = b""
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False

@@ -21,16 +21,20 @@ def monitor_routes(services: Services) -> APIRouter:
         return JSONResponse({"status": "ok"})
 
     async def ready() -> JSONResponse:
-        healthy = await services.upstream.healthy()
-        state = {"status": "ok", "engine": "ok"} if healthy else {"status": "unavailable", "engine": "unavailable"}
+        healthy, of = await services.upstream.healthy(), len(services.upstream.replicas.all)
         policies = services.policies
         # Whoever can reach the port may ask: what is wrong with a file is for the log.
         now = {
+            "status": "draining" if services.draining else "ok" if healthy else "unavailable",
+            "engine": "ok" if healthy else "unavailable",
+            "engines": {"healthy": healthy, "of": of},
             "policy": policies.current.default.live.label,
             "policies_version": policies.current.hash[:12],
             "policies_reload": "ok" if policies.error is None else "failed",
+            "keys_reload": "ok" if services.access.keys.error is None else "failed",
+            "limits": services.admission.limits_status,
         }
-        return JSONResponse({**state, **now}, 200 if healthy else 503)
+        return JSONResponse(now, 200 if now["status"] == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         try:

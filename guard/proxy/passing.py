@@ -13,11 +13,10 @@ from guard.proxy.services import SERVED, Services
 
 async def other(services: Services, exchange: Exchange) -> None:
     """Raises ``NotFoundError`` for a path that is not in ``passed_paths``."""
-    services.access.check(exchange.headers)
     path, method, settings = exchange.scope["path"], exchange.scope["method"], services.settings
     if path not in settings.passed_paths:
         raise NotFoundError(f"the guard serves {SERVED}")
-    if method not in ("GET", "HEAD") and not settings.api_key_hashes:
+    if method not in ("GET", "HEAD") and not services.access.keys.current.asked_for:
         check_media_type(exchange.headers)
     body = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
     await exchange.until_client_leaves(_pass(services, exchange, method, path, body))

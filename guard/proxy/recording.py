@@ -60,7 +60,7 @@ class Recorded:
     async def _answer(self, exchange: Exchange) -> None:
         record = exchange.record
         try:
-            await self._handler(self._services, exchange)
+            await self._admitted(exchange)
         except ClientGoneError:
             record.outcome = "client_gone"
         except ApiError as error:
@@ -79,3 +79,14 @@ class Recorded:
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("request %s: %s\n%s", record.request_id, type(error).__name__, where)
             await exchange.fail(InternalError("the guard failed; its log says where"))
+
+    async def _admitted(self, exchange: Exchange) -> None:
+        """Every route is for those who may ask, as often as they may."""
+        services, record = self._services, exchange.record
+        caller = exchange.caller = services.access.check(exchange.headers)
+        record.key, record.tenant = caller.key_id, caller.tenant
+        try:
+            async with services.admission.room(caller, lambda: record.tokens):
+                await self._handler(services, exchange)
+        finally:
+            services.access.keys.count(caller, record.tokens)

@@ -42,6 +42,7 @@ async def _relay_stream(exchange: Exchange, answer: StreamedAnswer, ends: Callab
         for last in frames:
             failed = failed or last.startswith(ERROR_FRAMES)
             usage = last if USAGE in last else usage
+        exchange.record.frames += len(frames)
         if frames:
             await exchange.stream(b"".join(frames))
     count_tokens(exchange.record, usage)

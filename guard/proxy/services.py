@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
 from guard.policy.store import Reload
 from guard.proxy.access import Access
+from guard.proxy.admission import Admission
+from guard.proxy.key_store import KeyStore
 from guard.proxy.upstream import Upstream
 from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
@@ -31,31 +33,36 @@ DRAIN_LIMIT_S = 2.0
 
 
 class Services:
-    """Raises ``PolicyError`` when the policies cannot be used with this model's calibrations."""
+    """Raises ``PolicyError`` when the policies cannot be used with this model's calibrations, ``KeysError`` and
+    ``SettingsError``."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.policies = PolicyStore(settings.policy, self._bound, self._reloaded)
         first = self.policies.current.default.live
-        self.access = Access(settings.api_key_hashes)
+        self.access = Access(KeyStore(settings.keys, settings.api_key_hashes))
+        self.admission = Admission(settings)
         self.metrics = Metrics(first.name, first.hash, ROUTES, first.rule_names, first.detector_kinds)
         self._announce(self.policies.current)
         self.ledger = Ledger(settings.ledger, self.metrics.count_entries)
         self.upstream = Upstream(settings)
         self.under_way = 0
+        self.draining = False
+        """Told to stop: no longer ready, and still answering."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """From start to stop. The ledger closes last, when requests that were cut have written their entry."""
-        watching = asyncio.create_task(self.policies.watch(), name="policies")
+        watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys)]
         try:
             with self.ledger:
-                async with self.upstream:
+                async with self.upstream, self.admission.running():
                     yield
                     await self._drained()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
 
     def _bound(self, loaded: LoadedPolicy) -> BoundPolicy:
         return bind(loaded, build_detectors(loaded, self.settings.config_key, self.settings.model_configs))

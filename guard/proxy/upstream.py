@@ -1,28 +1,40 @@
-"""The connection to vLLM: one pool of kept connections for each process.
+"""The connection to vLLM, or to several of them: one pool of kept connections for each process.
 
-Owns what vLLM is sent, its time limits, and that a request which is left early is closed at once, which makes vLLM stop
-generating. Reads no body.
+Owns what vLLM is sent, its time limits, who of several is healthy, and that a request which is left early is closed at
+once, which makes vLLM stop generating. Reads no body.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
 import aiohttp
 from yarl import URL
 
 from guard.proxy.answer import EARLY_HEADER, Answer, Forwarded, PlainAnswer, Whole, answer_of
-from guard.proxy.errors import upstream_errors
-from guard.settings import Settings
+from guard.proxy.errors import UpstreamError, upstream_errors
+from guard.proxy.replicas import Replica, Replicas
+from guard.settings import Settings, SettingsError
+
+log = logging.getLogger("guard.upstream")
 
 KEEP_ALIVE_S = 4.0
 """Shorter than the 5 s after which vLLM closes an idle connection: never send on one that is just being closed."""
 
 HEALTH_TIMEOUT_S = 2.0
+HEALTH_EVERY_S = 2.0
+"""How often several servers are asked whether they are healthy; a single one is asked when somebody wants to know."""
+
+NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+"""Nothing of the request was sent, so another server may be asked without anything being done twice."""
+
 CLIENT_HEADERS = ("traceparent", "tracestate")
 """The only headers of a client's request that vLLM gets. Its key is not among them."""
 
@@ -31,7 +43,8 @@ class Upstream:
     """Use as a context manager around the application's life."""
 
     def __init__(self, settings: Settings) -> None:
-        self._base = settings.upstream
+        self.replicas = Replicas(settings.upstream)
+        self._tls = _trusting(settings.upstream_ca)
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
         )
@@ -40,50 +53,58 @@ class Upstream:
         if settings.upstream_api_key is not None:
             self._headers["authorization"] = f"Bearer {settings.upstream_api_key.get_secret_value()}"
         self._session: aiohttp.ClientSession | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             # Limits are vLLM's: a request that waits here would not be in its queue, nor in its metrics.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls),
             timeout=self._timeout,
             headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
+        self._watching = asyncio.create_task(self._watch(), name="upstreams")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     @asynccontextmanager
     async def ask(
-        self, path: str, body: bytes, request_id: str, client_headers: Mapping[str, str], *, early: bool
+        self,
+        path: str,
+        body: bytes,
+        request_id: str,
+        client_headers: Mapping[str, str],
+        *,
+        early: bool,
+        affinity: bytes = b"",
     ) -> AsyncIterator[asyncio.Task[Answer]]:
         """Send a request to ``path``; the task ends when the answer's head is there. Left, the connection is given back
-        when the answer was read to its end, and closed otherwise."""
+        when the answer was read to its end, and closed otherwise. ``affinity``: equal for prompts that begin alike."""
         headers = {name: client_headers[name] for name in CLIENT_HEADERS if name in client_headers}
         headers |= {"content-type": "application/json", "x-request-id": request_id}
         if early:
             headers[EARLY_HEADER] = "1"
-        responses: list[aiohttp.ClientResponse] = []
-        opening = asyncio.create_task(self._open(path, body, headers, responses))
+        asked = _Asked(self.replicas.in_order(affinity))
+        opening = asyncio.create_task(self._open(path, body, headers, asked))
         try:
             yield opening
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
-            for response in responses:
-                response.close()
+            asked.leave()
 
-    async def _open(
-        self, path: str, body: bytes, headers: Mapping[str, str], responses: list[aiohttp.ClientResponse]
-    ) -> Answer:
+    async def _open(self, path: str, body: bytes, headers: Mapping[str, str], asked: _Asked) -> Answer:
         with upstream_errors():
-            response = await self._client.post(f"{self._base}{path}", data=body, headers=headers, allow_redirects=False)
-        responses.append(response)
+            response = await self._first_reached("POST", path, asked, data=body, headers=headers)
         return answer_of(response)
 
     @asynccontextmanager
@@ -92,32 +113,98 @@ class Upstream:
     ) -> AsyncIterator[Forwarded]:
         """Any request, as it is but for its headers. target: path and query."""
         headers = {"x-request-id": request_id} | ({"content-type": media_type} if media_type else {})
-        url = URL(f"{self._base}{target}", encoded=True)
-        with upstream_errors():
-            response = await self._client.request(method, url, data=body, headers=headers, allow_redirects=False)
+        asked = _Asked(self.replicas.in_order(b""))
         try:
+            with upstream_errors():
+                response = await self._first_reached(method, target, asked, data=body, headers=headers)
             yield Forwarded(response)
         finally:
-            response.close()
+            asked.leave()
+
+    async def _first_reached(self, method: str, path: str, asked: _Asked, **request: Any) -> aiohttp.ClientResponse:
+        """The answer of the first server that can be reached."""
+        for replica in asked.order:
+            asked.turn_to(replica)
+            try:
+                url = URL(f"{replica.url}{path}", encoded=True)
+                asked.response = await self._client.request(method, url, allow_redirects=False, **request)
+            except NOT_REACHED:
+                self._found(replica, healthy=False)
+                if replica is asked.order[-1]:
+                    raise
+            else:
+                return asked.response
+        raise UpstreamError("no model server is configured")
 
     async def get(self, path: str, request_id: str) -> Whole:
         """A small answer, whole."""
-        with upstream_errors():
-            async with self._client.get(
-                f"{self._base}{path}", headers={"x-request-id": request_id}, allow_redirects=False
-            ) as response:
+        asked = _Asked(self.replicas.in_order(b""))
+        try:
+            with upstream_errors():
+                response = await self._first_reached("GET", path, asked, headers={"x-request-id": request_id})
                 return await PlainAnswer(response).whole()
+        finally:
+            asked.leave()
 
-    async def healthy(self) -> bool:
-        """Whether vLLM says within ``HEALTH_TIMEOUT_S`` that it can answer."""
+    async def healthy(self) -> int:
+        """How many servers say within ``HEALTH_TIMEOUT_S`` that they can answer."""
+        return sum(await asyncio.gather(*(self._ask_health(one) for one in self.replicas.all)))
+
+    async def _watch(self) -> None:
+        while len(self.replicas.all) > 1:
+            await self.healthy()
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    async def _ask_health(self, replica: Replica) -> bool:
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         try:
-            async with self._client.get(f"{self._base}/health", timeout=timeout) as response:
-                return response.status == 200
+            async with self._client.get(f"{replica.url}/health", timeout=timeout) as response:
+                healthy = response.status == 200
         except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+            healthy = False
+        self._found(replica, healthy=healthy)
+        return healthy
+
+    def _found(self, replica: Replica, *, healthy: bool) -> None:
+        if replica.healthy != healthy:
+            log.warning("the model server %s is %s", replica.url, "healthy again" if healthy else "not healthy")
+        replica.healthy = healthy
 
     @property
     def _client(self) -> aiohttp.ClientSession:
         assert self._session is not None, "the application's lifespan has not begun"
         return self._session
+
+
+def _trusting(ca: Path | None) -> ssl.SSLContext | Literal[True]:
+    """Whose certificates are believed; True: those that the system trusts. Raises ``SettingsError``."""
+    if ca is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except ssl.SSLError as error:
+        raise SettingsError(f"upstream_ca (GUARD_UPSTREAM_CA): {ca} has no certificates: {error.reason}") from None
+
+
+class _Asked:
+    """One request on its way through ``order``: the server that has it now, and its answer."""
+
+    def __init__(self, order: list[Replica]) -> None:
+        self.order = order
+        self.response: aiohttp.ClientResponse | None = None
+        self._now: Replica | None = None
+        # Counted when it is chosen: the next request's choice may come before this one is sent.
+        self.turn_to(order[0])
+
+    def turn_to(self, replica: Replica) -> None:
+        if self._now is not None:
+            self._now.in_flight -= 1
+        replica.in_flight += 1
+        self._now = replica
+
+    def leave(self) -> None:
+        if self._now is not None:
+            self._now.in_flight -= 1
+            self._now = None
+        if self.response is not None:
+            self.response.close()

@@ -27,9 +27,9 @@ Outcome = Literal[
     "stopped",
     "internal_error",
 ]
-"""How a request ended. ``refused``: by access control or for what it says. ``guard_unavailable``: a rule that blocks
-``on_error`` got no score. ``upstream_error``: vLLM answered with an error, which was passed on. ``upstream_broken``:
-its answer ended too early. ``stopped``: the proxy was told to stop."""
+"""How a request ended. ``refused``: by access control, by a limit, or for what it says. ``guard_unavailable``: a rule
+that blocks ``on_error`` got no score. ``upstream_error``: vLLM answered with an error, which was passed on.
+``upstream_broken``: its answer ended too early. ``stopped``: the proxy was told to stop."""
 
 MAX_MODEL_CHARACTERS = 128
 
@@ -61,7 +61,8 @@ class Answered:
 
 @dataclass
 class RequestRecord:
-    """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds."""
+    """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
+    a streamed answer, that went to the client."""
 
     request_id: str
     route: str
@@ -69,6 +70,8 @@ class RequestRecord:
     policy_hash: str
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started_s: float = field(default_factory=time.perf_counter)
+    key: str | None = None
+    tenant: str | None = None
     model: str | None = None
     streamed: bool = False
     assignment: str | None = None
@@ -83,11 +86,19 @@ class RequestRecord:
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    frames: int = 0
     own_s: float = 0.0
     verdict_s: float | None = None
     upstream_first_byte_s: float | None = None
     upstream_s: float | None = None
     total_s: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and answer, as limits count them: a stream that told no usage, or was left before it did, has
+        about one for each frame."""
+        completion = self.frames if self.completion_tokens is None else self.completion_tokens
+        return (self.prompt_tokens or 0) + completion
 
     @property
     def action(self) -> str:
@@ -118,6 +129,8 @@ class RequestRecord:
             "time": self.started_at.isoformat(timespec="milliseconds"),
             "request_id": self.request_id,
             "route": self.route,
+            "key": self.key,
+            "tenant": self.tenant,
             "model": self.model[:MAX_MODEL_CHARACTERS] if self.model is not None else None,
             "streamed": self.streamed,
             "policy": self.policy,
@@ -152,6 +165,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "time": "When the request came, UTC.",
     "request_id": "Also the response header x-request-id, and what vLLM was given.",
     "route": "Path, or other.",
+    "key": "Id of the API key; null when none is asked for, or it was refused.",
+    "tenant": "Tenant of the key; null without one.",
     "model": "The model that the client named.",
     "streamed": "Whether it asked for a stream.",
     "policy": "Name of the policy that judged it.",

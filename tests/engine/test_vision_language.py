@@ -76,6 +76,23 @@ def test_a_prompt_with_an_image_is_refused_before_the_engine_and_the_engine_goes
     assert {item.status for item in answer.items.values()} == {"complete"}
 
 
+def test_generate_refuses_a_picture_before_vllms_cache_has_seen_it(llm: MiaLLM) -> None:
+    """Once it has, it takes the picture for known to the engine, and whoever sends it next fails."""
+    from PIL import Image
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    picture = {"prompt": "<image>What is this?", "multi_modal_data": {"image": Image.new("RGB", (32, 32), "teal")}}
+    asking = SamplingParams(
+        max_tokens=2, extra_args={"mia": SPEC.model_copy(update={"spans": {}, "attention": {}}).to_wire()}
+    )
+    for _ in range(2):
+        with pytest.raises(VLLMValidationError, match="prompts of text alone"):
+            llm.generate([picture], asking.clone())
+    (output,) = llm.llm.generate([picture], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) > 0
+
+
 def test_a_text_beside_an_image_in_one_batch_is_the_models_own_and_so_is_the_image(folder: Path, llm: MiaLLM) -> None:
     from vllm import SamplingParams
     from vllm.renderers.params import ChatParams

@@ -18,10 +18,11 @@ from guard.mia.assembly import Assembler
 from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
 from guard.mia.ops import LEAST_RELATIVE_NORM
+from guard.mia.plan import BatchView
 from guard.mia.probes import ProbeBank
 from guard.mia.readouts import Reader
 from guard.mia.results import AttentionReadout, HiddenReadout, ProbeReadout, QKReadout, RowsReadout
-from guard.mia.routing import CACHED, NO_HIDDEN_ROWS, BatchView, Router
+from guard.mia.routing import CACHED, NO_HIDDEN_ROWS, Router
 from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE
 from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, generates

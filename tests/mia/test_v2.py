@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 ROOT = Path(__file__).parent.parent.parent
-# Soft cap and windows; normed queries and keys; transformers' own code.
-ARCHITECTURES = ("gemma2", "qwen3", "olmo2")
+# Soft cap and windows. What else an architecture has does not concern the runner.
+ARCHITECTURES = ("gemma2",)
 
 
 def names(dataclass: Any) -> set[str]:
@@ -53,7 +53,8 @@ def test_vllm_has_the_names_that_are_relied_on() -> None:
     [
         ["tests/engine/v2_cases.py"],
         ["tests/engine/test_exactness.py", "-k", "eager"],
-        ["tests/engine/test_steering.py"],
+        # Of the three that share long prompts one: vLLM's kernels take the interpreter 40 s for each.
+        ["tests/engine/test_steering.py", "-k", "not prefill-203 and not both-202"],
         # Triton's interpreter does not run vLLM's kernel for structured output.
         ["tests/engine/test_scheduling.py", "-k", "not preempted and not structured"],
         ["tests/engine/test_idle.py", "-k", "eager"],

@@ -63,7 +63,8 @@ def test_with_a_model_lint_knows_its_thresholds_and_steering_vectors(tmp_path: P
 
 
 def test_the_selection_in_the_operators_page_is_one() -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    (text,) = [block for block in blocks if "assignments:" in block]
     shown = Selection.model_validate(yaml.safe_load(text))
     assert (shown.default, shown.shadow, shown.assignments[0].percent) == ("default", "candidate", 5)
 

@@ -17,14 +17,14 @@ import pytest
 from safetensors.numpy import save
 
 from guard.proxy.app import create_app
-from guard.proxy_server import listening_socket, serving
+from guard.proxy_server import Stopping, listening_socket, serving
 from guard.settings import Settings
 from tests.proxy.engine import FakeEngine, running
 
 POLICY = """\
 version: 1
 name: test
-prompt_timeout_s: 0.3
+prompt_timeout_s: 30
 detectors:
   danger: {kind: probe}
 rules:
@@ -42,6 +42,9 @@ rules:
     action: flag
     on_error: allow
 """
+IMPATIENT = POLICY.replace("prompt_timeout_s: 30", "prompt_timeout_s: 0.3")
+"""For scores that do not come. With those that do, a busy machine would make them late."""
+
 BLOCKED, STEERED, FLAGGED, CLEAN = 5.0, 1.5, 0.5, -5.0
 """Logits for the four outcomes."""
 
@@ -114,7 +117,7 @@ def start_proxy(tmp_path: Path) -> StartProxy:
         }
         app = create_app(Settings(**(given | settings)))
         with listening_socket("127.0.0.1", 0) as listener:
-            async with serving(app, listener):
+            async with serving(app, listener, stopping=Stopping(limit_s=1)):
                 yield Proxy(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, tmp_path / "ledger.jsonl")
 
     return start

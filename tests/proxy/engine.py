@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -204,7 +205,7 @@ class FakeEngine:
 
 
 @asynccontextmanager
-async def running(engine: FakeEngine, port: int = 0) -> AsyncIterator[FakeEngine]:
+async def running(engine: FakeEngine, port: int = 0, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeEngine]:
     app = web.Application(client_max_size=64 * 1024 * 1024)
     for path in ("chat/completions", "completions", "responses", "messages", "embeddings"):
         app.router.add_post(f"/v1/{path}", engine.chat)
@@ -212,9 +213,9 @@ async def running(engine: FakeEngine, port: int = 0) -> AsyncIterator[FakeEngine
     app.router.add_get("/health", engine.health)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
+    site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls)
     await site.start()
-    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    engine.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield engine
     finally:

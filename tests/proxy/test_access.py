@@ -8,10 +8,11 @@ import pytest
 
 from guard.proxy.access import Access
 from guard.proxy.errors import ForbiddenHostError, InvalidKeyError
+from guard.proxy.key_store import KeyStore
 
 
 def holder_of(key: str) -> Access:
-    return Access((hashlib.sha256(key.encode()).hexdigest(),))
+    return Access(KeyStore(hashes=(hashlib.sha256(key.encode()).hexdigest(),)))
 
 
 def test_a_key_beyond_ascii_is_compared_as_the_bytes_that_were_sent() -> None:
@@ -29,7 +30,7 @@ def test_a_header_without_a_valid_key_is_refused(header: str) -> None:
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1:8080", "127.9.9.9", "[::1]:8080", "::1"])
 def test_without_keys_this_machine_is_answered(host: str) -> None:
-    Access(()).check({"host": host})
+    Access(KeyStore()).check({"host": host})
 
 
 @pytest.mark.parametrize(
@@ -47,4 +48,4 @@ def test_without_keys_this_machine_is_answered(host: str) -> None:
 )
 def test_without_keys_any_other_name_is_refused(host: str) -> None:
     with pytest.raises(ForbiddenHostError):
-        Access(()).check({"host": host})
+        Access(KeyStore()).check({"host": host})

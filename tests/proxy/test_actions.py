@@ -136,7 +136,7 @@ async def test_a_shadow_policy_changes_nothing_and_records_what_it_would_do(
 
 
 async def test_a_shadow_policy_does_not_hold_a_stream_for_readouts_that_are_late(start_proxy: StartProxy) -> None:
-    shadow = POLICY.replace("name: test\n", "name: test\nmode: shadow\n").replace("0.3", "30")
+    shadow = POLICY.replace("name: test\n", "name: test\nmode: shadow\n")
     engine = FakeEngine(event="missing", answer_delay_s=None)
     async with running(engine), start_proxy(engine, shadow) as proxy, asyncio.timeout(5):
         stream = await client(proxy).chat.completions.create(**STREAM)

@@ -14,7 +14,7 @@ import pytest
 
 from guard.machine import free_port
 from guard.mia.results import EVENT_OBJECT
-from tests.proxy.conftest import BLOCKED, BODY, POLICY, Proxy, StartProxy, eventually
+from tests.proxy.conftest import BLOCKED, BODY, IMPATIENT, Proxy, StartProxy, eventually
 from tests.proxy.engine import FakeEngine, running
 
 STREAM = {**BODY, "stream": True}
@@ -44,15 +44,16 @@ async def test_no_readouts_is_no_score_and_on_error_decides(proxy: Proxy, event:
 
 
 @both
-async def test_readouts_that_are_late_are_waited_for_a_bounded_time(proxy: Proxy, stream: bool) -> None:
-    proxy.engine.event_delay_s, proxy.engine.logit = 0.6, BLOCKED
-    status, headers, body = await proxy.post({**BODY, "stream": stream})
+async def test_readouts_that_are_late_are_waited_for_a_bounded_time(start_proxy: StartProxy, stream: bool) -> None:
+    engine = FakeEngine(event_delay_s=0.6, logit=BLOCKED)
+    async with running(engine), start_proxy(engine, IMPATIENT) as proxy:
+        status, headers, body = await proxy.post({**BODY, "stream": stream})
+        entry = await proxy.entry()
     assert (status, headers["x-guard-action"]) == (200, "flag")
     assert EVENT_OBJECT.encode() not in body
     assert b'"mia"' not in body
     if not stream:
-        assert body == proxy.engine.whole()
-    entry = await proxy.entry()
+        assert body == engine.whole()
     assert entry["detectors"]["danger"] == "unavailable: no readouts within 0.3 s"
     assert 300 <= entry["timings_ms"]["verdict"] < 600
     assert entry["timings_ms"]["upstream_first_byte"] is None
@@ -60,7 +61,7 @@ async def test_readouts_that_are_late_are_waited_for_a_bounded_time(proxy: Proxy
 
 @both
 async def test_a_rule_that_blocks_on_error_lets_nothing_pass_unmeasured(start_proxy: StartProxy, stream: bool) -> None:
-    strict = POLICY.replace("on_error: flag", "on_error: block")
+    strict = IMPATIENT.replace("on_error: flag", "on_error: block")
     async with (
         running(FakeEngine(event="missing", answer_delay_s=None)) as engine,
         start_proxy(engine, strict) as proxy,
@@ -215,10 +216,7 @@ async def test_a_client_that_never_ends_its_body_is_refused(start_proxy: StartPr
         writer.close()
 
 
-async def test_requests_under_way_when_the_proxy_stops_are_told_and_recorded(
-    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("guard.proxy_server.STOP_LIMIT_S", 0.1)
+async def test_requests_under_way_when_the_proxy_stops_are_told_and_recorded(start_proxy: StartProxy) -> None:
     engine = FakeEngine(answer_delay_s=None)
     async with running(engine):
         async with start_proxy(engine) as proxy:
@@ -226,8 +224,9 @@ async def test_requests_under_way_when_the_proxy_stops_are_told_and_recorded(
             streamed = asyncio.create_task(proxy.post(STREAM))
             await eventually(lambda: engine.open == 2)
             await asyncio.sleep(0.1)
-        status, _, body = await whole
+        status, headers, body = await whole
         assert (status, error_of(body)["code"]) == (503, "stopping")
+        assert headers["retry-after"] == "1"
         _, _, body = await streamed
         assert b"The" in body
         assert error_of(body.strip().rsplit(b"data: ", 1)[1])["code"] == "stopping"

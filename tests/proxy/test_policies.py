@@ -117,7 +117,7 @@ async def test_what_a_shadow_alone_wants_to_read_costs_the_live_policy_nothing_w
 async def test_a_shadow_that_reads_does_not_hold_a_live_policy_that_does_not(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    path = folder(tmp_path / "p", "default: lax\nshadow: test\n", lax=LAX, test=POLICY.replace("0.3", "30"))
+    path = folder(tmp_path / "p", "default: lax\nshadow: test\n", lax=LAX, test=POLICY)
     engine = FakeEngine(event="missing", answer_delay_s=None)
     async with running(engine), start_proxy(engine, path=path) as proxy, asyncio.timeout(5):
         client = openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="unused")

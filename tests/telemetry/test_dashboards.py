@@ -9,6 +9,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from guard.serve import ServeOptions
+from guard.settings import Settings
 from guard.telemetry.metrics import Metrics
 from tests.telemetry.records import CHAT
 
@@ -50,5 +51,5 @@ def test_queries_name_metrics_and_labels_that_exist() -> None:
 def test_prometheus_is_pointed_at_the_ports_that_guard_serve_uses() -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]}
-    options = ServeOptions()
-    assert targets == {"guard": [f"127.0.0.1:{options.port}"], "vllm": [f"127.0.0.1:{options.engine_port}"]}
+    port, engine_port = Settings.model_fields["port"].default, ServeOptions().engine_port
+    assert targets == {"guard": [f"127.0.0.1:{port}"], "vllm": [f"127.0.0.1:{engine_port}"]}

@@ -18,10 +18,11 @@ from vllm.logger import init_logger
 
 from guard.mia.buffers import StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig, configured
+from guard.mia.plan import BatchView, StepPlan
 from guard.mia.probes import load_probes
 from guard.mia.readouts import Reader
 from guard.mia.record import StepRecord
-from guard.mia.routing import BatchView, Router, StepPlan
+from guard.mia.routing import Router
 from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import MiaSpec

@@ -15,7 +15,7 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from guard.mia.patching import wrap
-from guard.mia.routing import BatchView
+from guard.mia.plan import BatchView
 from guard.mia.runners.adapter import adapter_of, dummy_run, load_model
 from guard.mia.runners.handover import attach
 from guard.mia.runners.refusals import common_reasons, refuse

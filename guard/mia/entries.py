@@ -1,0 +1,151 @@
+"""One step's entries while they are collected: who gets which slot, and the words that say so.
+
+Owns how windows of requests become entries of the taps. What each request wants is ``routing``'s.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from guard.mia.buffers import TapBuffers
+from guard.mia.control import Control, Words, bits
+from guard.mia.ops import ADD, PROJECT, REPLACE, SHUT, STEER_PASS_WORDS
+from guard.mia.spec import Steer
+from guard.mia.windows import Window
+
+MODES = {"add_vector": ADD, "project": PROJECT, "ablate": PROJECT, "replace": REPLACE}
+
+
+@dataclass(frozen=True)
+class SteerRun:
+    """One steering of one request in this step. ``seen``: its tokens below this one were computed before."""
+
+    windows: list[Window]
+    steer: Steer
+    vector: int
+    gate: int
+    seen: int
+
+    @property
+    def length(self) -> int:
+        return sum(window.length for window in self.windows)
+
+    def passes(self, dose: int) -> Words:
+        """``[length, words of a pass]``. New tokens come after whatever has opened a gate; old ones have to look."""
+        out = np.empty((self.length, STEER_PASS_WORDS), np.int32)
+        steer = self.steer
+        scales = bits(np.asarray([steer.coefficient, steer.target or 0.0], np.float32))
+        out[:, :6] = self.vector, MODES[steer.method], *scales, steer.preserve_norm, self.gate
+        tokens = _counted((window.start, window.length) for window in self.windows)
+        out[:, 6] = np.where(tokens < self.seen, tokens, SHUT - 1)
+        out[:, 7] = np.arange(dose, dose + self.length)
+        return out
+
+
+class SlotPool:
+    """Slots of a pool that several layers' taps share, handed out in order. The same window of a layer is gathered
+    once, however many captures read it. ``per_token``: slots that a token takes, by layer."""
+
+    def __init__(self, capacity: int, per_token: dict[int, int]) -> None:
+        self._capacity = capacity
+        self._per_token = per_token
+        self._slots: dict[tuple[int, Window], int] = {}
+        self.used = 0
+        self.sent = (0, 0)
+        self.by_layer: dict[int, list[tuple[Window, int]]] = defaultdict(list)
+
+    def place(self, layers: list[int], window: Window, *, sent: bool = False) -> dict[int, int] | None:
+        """Where the window will start, by layer; None when it does not fit. ``sent``: its slots leave the device."""
+        new = [layer for layer in layers if (layer, window) not in self._slots]
+        if self.used + sum(window.length * self._per_token[layer] for layer in new) > self._capacity:
+            return None
+        for layer in new:
+            self._slots[layer, window] = self.used
+            self.by_layer[layer].append((window, self.used))
+            self.used += window.length * self._per_token[layer]
+        slots = {layer: self._slots[layer, window] for layer in layers}
+        if sent:
+            first, last = min(slots.values()), max(slots.values()) + window.length
+            self.sent = (min(self.sent[0], first), max(self.sent[1], last)) if self.sent[1] else (first, last)
+        return slots
+
+
+class KeyRows:
+    """The rows of one layer's key tap."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Window, int] = {}
+        self.windows: list[tuple[Window, int]] = []
+        self._used = 0
+
+    def place(self, window: Window) -> int:
+        if window not in self._slots:
+            self._slots[window] = self._used
+            self.windows.append((window, self._used))
+            self._used += window.length
+        return self._slots[window]
+
+
+class Filling:
+    """One step's entries while they are collected."""
+
+    def __init__(self, buffers: TapBuffers) -> None:
+        self._buffers = buffers
+        self.hidden = SlotPool(len(buffers.hidden_pool), dict.fromkeys(buffers.hidden, 1))
+        heads = {layer: len(tap.heads) for layer, tap in buffers.query.items()}
+        self.queries = SlotPool(len(buffers.query_pool), heads)
+        self.keys = {layer: KeyRows() for layer in buffers.key}
+        self._steered: dict[int, list[tuple[SteerRun, int]]] = defaultdict(list)
+        self.doses = 0
+
+    def steer(self, run: SteerRun) -> int:
+        """Returns the first of the run's doses."""
+        begin = self.doses
+        self._steered[run.steer.layer].append((run, begin))
+        self.doses += run.length
+        return begin
+
+    def send(self) -> int:
+        """Put everything into the control block and send it; returns how many hidden slots there are."""
+        control = self._buffers.control
+        control.begin()
+        for layer, placed in self.hidden.by_layer.items():
+            control.put(self._buffers.hidden[layer].number, _gather_entries(placed))
+        for layer, placed in self.queries.by_layer.items():
+            tap, shape = self._buffers.query[layer], self._buffers.attention_shapes[layer]
+            control.put(tap.number, _gather_entries(placed, tap.heads, shape.query_heads))
+        for layer, keys in self.keys.items():
+            if keys.windows:
+                control.put(self._buffers.key[layer].number, _gather_entries(keys.windows))
+        for layer, runs in self._steered.items():
+            _put_steering(control, self._buffers.steer[layer], runs)
+        control.upload()
+        return self.hidden.used
+
+
+def _counted(runs: Iterable[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    """The numbers from each start on, as many as each length says."""
+    return np.concatenate([np.arange(start, start + length, dtype=np.int32) for start, length in runs])
+
+
+def _gather_entries(placed: list[tuple[Window, int]], heads: tuple[int, ...] = (0,), of: int = 1) -> Words:
+    """Rows and the slots that they are copied to: of a source that has ``of`` heads for each token, these ``heads``."""
+    tokens = _counted((window.row, window.length) for window, _ in placed)
+    slots = _counted((slot, window.length * len(heads)) for window, slot in placed)
+    rows = tokens[:, None] * of + np.asarray(heads, np.int32)
+    return np.stack([rows.reshape(-1), slots], axis=1)
+
+
+def _put_steering(control: Control, tap: int, runs: list[tuple[SteerRun, int]]) -> None:
+    """One entry for each row, and its passes in the order of the request's steerings, which is that of ``runs``."""
+    rows = np.concatenate([_counted((w.row, w.length) for w in run.windows) for run, _ in runs])
+    passes = np.concatenate([run.passes(dose) for run, dose in runs])
+    order = np.argsort(rows, kind="stable")
+    begin = control.append(passes[order])
+    unique, first, count = np.unique(rows[order], return_index=True, return_counts=True)
+    control.put(tap, np.stack([unique, begin + STEER_PASS_WORDS * first, count], axis=1).astype(np.int32))

@@ -1,0 +1,86 @@
+"""The keys that are accepted now, and how they change while requests run.
+
+Owns the one reference that is replaced. A file that cannot be read changes nothing: the keys before it stay. Files are
+looked at once a second, which sees every way of replacing one, on every file system, and costs one ``stat``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from guard.proxy.keys import Caller, KeyRing, KeysError, key_ring, read_keys
+
+log = logging.getLogger("guard.keys")
+
+LOOK_EVERY_S = 1.0
+
+Stamp = tuple[int, int, int] | None
+
+
+@dataclass
+class Use:
+    """What one process saw of a key since it started. ``last``: UTC."""
+
+    requests: int = 0
+    tokens: int = 0
+    last: datetime | None = None
+
+
+class KeyStore:
+    """Keys of a file, and ``hashes`` of keys beside it. Raises ``KeysError`` when there is nothing to begin with."""
+
+    def __init__(self, path: Path | None = None, hashes: tuple[str, ...] = ()) -> None:
+        self.path = path
+        self.error: str | None = None
+        """Why the file that is there now is not what counts."""
+        self.uses: dict[str, Use] = {}
+        """By the key's id; only of keys that exist."""
+        self._hashes = hashes
+        self._stamp = self._look()
+        self.current: KeyRing = key_ring(read_keys(path) if path is not None else None, hashes)
+
+    def reload(self) -> bool:
+        """Read the file again. False: it cannot be used, and nothing changed."""
+        if self.path is None:
+            return True
+        self._stamp = self._look()
+        try:
+            new = key_ring(read_keys(self.path), self._hashes)
+        except KeysError as error:
+            self.error = str(error)
+            log.error("keys not changed: %s", error)
+            return False
+        self.error = None
+        self.current = new
+        known = {one.key_id for ring in (new.callers, new.admins) for one in (ring or {}).values()}
+        self.uses = {key_id: use for key_id, use in self.uses.items() if key_id in known}
+        log.warning("%d keys from %s", len(known), self.path)
+        return True
+
+    def count(self, caller: Caller, tokens: int) -> None:
+        """One finished request of a key."""
+        if caller.key_id is not None:
+            use = self.uses.setdefault(caller.key_id, Use())
+            use.requests += 1
+            use.tokens += tokens
+            use.last = datetime.now(UTC)
+
+    async def watch(self) -> None:
+        """Reload on every change, until cancelled."""
+        while self.path is not None:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._look() != self._stamp:
+                self.reload()
+
+    def _look(self) -> Stamp:
+        if self.path is None:
+            return None
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino

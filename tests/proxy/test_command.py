@@ -1,0 +1,248 @@
+"""``guard proxy`` as an operator runs it: settings from everywhere, TLS, the admin API, and stopping without losses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from guard.cli import app
+from guard.machine import free_port
+from guard.proxy.keys import NewKey, create_key, hash_of
+from tests.proxy.conftest import BODY, POLICY, write_probe
+from tests.proxy.engine import WORDS, FakeEngine, running
+
+START_LIMIT_S = 60
+
+
+@dataclass
+class Running:
+    """A proxy process. ``url`` without path."""
+
+    url: str
+    process: asyncio.subprocess.Process
+    ledger: Path
+
+    async def ask(
+        self, method: str, path: str, *, url: str = "", tls: ssl.SSLContext | None = None, **request: Any
+    ) -> tuple[int, dict[str, Any]]:
+        connector = aiohttp.TCPConnector(ssl=tls) if tls is not None else None
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.request(method, (url or self.url) + path, **request) as answer,
+        ):
+            return answer.status, json.loads(await answer.read())
+
+    def outcomes(self) -> list[str]:
+        return [json.loads(line)["outcome"] for line in self.ledger.read_text().splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def guard_proxy(
+    folder: Path, engine: FakeEngine, *options: str, scheme: str = "http", **variables: str
+) -> AsyncIterator[Running]:
+    """Started with a file of settings that names the engine, and these options and variables."""
+    if not (folder / "model_configs").exists():
+        write_probe(folder / "model_configs" / "probe")
+    (folder / "policy.yaml").write_text(POLICY)
+    port = free_port()
+    settings = {
+        "upstream": engine.url,
+        "policy": str(folder / "policy.yaml"),
+        "config_key": "tiny",
+        "model_configs": str(folder / "model_configs"),
+        "ledger": str(folder / "ledger.jsonl"),
+        "port": 1,
+    }
+    (folder / "guard.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "guard", "proxy", "--config", str(folder / "guard.yaml"), "--port", str(port)]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        *options,
+        env={**os.environ, "NO_COLOR": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(START_LIMIT_S):
+            assert process.stdout is not None
+            said = b""
+            while b"ready: " not in said:
+                line = await process.stdout.readline()
+                assert line, f"it ended: {said.decode()}"
+                said += line
+        yield Running(f"{scheme}://127.0.0.1:{port}", process, folder / "ledger.jsonl")
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_sigterm_lets_answers_end_takes_no_new_ones_and_loses_no_entry(tmp_path: Path) -> None:
+    engine = FakeEngine(word_delay_s=0.3)
+    async with running(engine), guard_proxy(tmp_path, engine, "--set", "drain_delay_s=0.5") as proxy:
+        assert (await proxy.ask("GET", "/readyz"))[1]["status"] == "ok"
+
+        async def streamed() -> bytes:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{proxy.url}/v1/chat/completions", json={**BODY, "stream": True}) as answer,
+            ):
+                return await answer.read()
+
+        answers = [asyncio.create_task(streamed()) for _ in range(4)]
+        while len(engine.bodies) < 4:
+            await asyncio.sleep(0.01)
+        proxy.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        status, ready = await proxy.ask("GET", "/readyz")
+        assert (status, ready["status"], ready["engine"]) == (503, "draining", "ok")
+        # A load balancer may not know yet.
+        late = asyncio.create_task(streamed())
+        for body in await asyncio.gather(*answers, late):
+            assert body.count(b'"content"') == len(WORDS)
+            assert body.endswith(b"data: [DONE]\n\n")
+        assert await asyncio.wait_for(proxy.process.wait(), 10) == 0
+        assert proxy.outcomes() == ["completed"] * 5
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await proxy.ask("GET", "/livez")
+
+
+async def test_what_does_not_end_in_time_is_ended_with_an_error_and_recorded(tmp_path: Path) -> None:
+    engine = FakeEngine(answer_delay_s=None)
+    async with running(engine), guard_proxy(tmp_path, engine, GUARD_DRAIN_TIMEOUT_S="1") as proxy:
+        hanging = asyncio.create_task(proxy.ask("POST", "/v1/chat/completions", json=BODY))
+        while not engine.bodies:
+            await asyncio.sleep(0.01)
+        proxy.process.send_signal(signal.SIGTERM)
+        status, body = await asyncio.wait_for(hanging, 10)
+        assert (status, body["error"]["code"]) == (503, "stopping")
+        assert await asyncio.wait_for(proxy.process.wait(), 10) == 0
+        assert proxy.outcomes() == ["stopped"]
+
+
+async def test_the_admin_api_needs_an_admin_key_and_shows_and_reloads_what_counts(tmp_path: Path) -> None:
+    file, admin_port = tmp_path / "keys.yaml", free_port()
+    (admin, admin_key), (client, client_key) = (
+        create_key(file, NewKey(admin=True)),
+        create_key(file, NewKey(tenant="acme")),
+    )
+    engine, admin_url = FakeEngine(), f"http://127.0.0.1:{admin_port}"
+    as_admin = {"url": admin_url, "headers": {"authorization": f"Bearer {admin}"}}
+    as_client = {"headers": {"authorization": f"Bearer {client}"}}
+    options = ("--keys", str(file), "--admin-port", str(admin_port))
+    async with running(engine), guard_proxy(tmp_path, engine, *options) as proxy:
+        for headers in ({}, as_client["headers"]):
+            for method, path in (("GET", "/policies"), ("GET", "/keys"), ("POST", "/keys/reload")):
+                status, body = await proxy.ask(method, f"/admin/v1{path}", url=admin_url, headers=headers)
+                assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        assert (await proxy.ask("POST", "/v1/chat/completions", json=BODY, **as_client))[0] == 200
+        # An admin key asks no model, and the client's port has no admin API.
+        headers = as_admin["headers"]
+        assert (await proxy.ask("POST", "/v1/chat/completions", json=BODY, headers=headers))[0] == 401
+        assert (await proxy.ask("GET", "/admin/v1/keys", **as_client))[0] == 404
+
+        _, body = await proxy.ask("GET", "/admin/v1/keys", **as_admin)
+        by_id = {key["id"]: key for key in body["keys"]}
+        assert (by_id[client_key.id]["requests"], by_id[client_key.id]["tokens"]) == (2, 12)
+        assert by_id[client_key.id]["last_used"] is not None
+        assert by_id[admin_key.id]["for"] == "admin"
+        assert not any(secret in str(body) for secret in (client, admin, hash_of(client.encode())))
+
+        _, before = await proxy.ask("GET", "/admin/v1/policies", **as_admin)
+        assert [one["name"] for one in before["policies"]] == ["test"]
+        (tmp_path / "policy.yaml").write_text(POLICY.replace("0.9", "0.95"))
+        _, after = await proxy.ask("POST", "/admin/v1/policies/reload", **as_admin)
+        assert after["result"] in ("success", "noop")
+        assert after["version"] != before["version"]
+        (tmp_path / "policy.yaml").write_text("version: 1\nname: [\n")
+        _, broken = await proxy.ask("POST", "/admin/v1/policies/reload", **as_admin)
+        assert (broken["result"], broken["version"]) == ("failure", after["version"])
+        assert "policy.yaml:" in broken["error"]
+
+        _, body = await proxy.ask("GET", "/admin/v1/upstreams", **as_admin)
+        assert body["upstreams"] == [{"url": engine.url, "healthy": True, "in_flight": 0}]
+        assert (await proxy.ask("GET", "/admin/v1/policies/reload", **as_admin))[0] == 405
+        assert (await proxy.ask("GET", "/docs", **as_admin))[1]["error"]["code"] == "not_found"
+
+
+async def test_with_a_certificate_it_speaks_https_and_asks_clients_for_theirs_when_told_to(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "server")
+    client_cert, client_key = certificate(tmp_path, "client")
+    engine = FakeEngine()
+    trusting = ssl.create_default_context(cafile=str(cert))
+    known = ssl.create_default_context(cafile=str(cert))
+    known.load_cert_chain(client_cert, client_key)
+    options = ("--tls-cert", str(cert), "--tls-key", str(key))
+    async with running(engine), guard_proxy(tmp_path, engine, *options, scheme="https") as proxy:
+        assert (await proxy.ask("POST", "/v1/chat/completions", json=BODY, tls=trusting))[0] == 200
+    options = (*options, "--set", f"tls_client_ca={client_cert}")
+    async with running(engine), guard_proxy(tmp_path, engine, *options, scheme="https") as proxy:
+        with pytest.raises((aiohttp.ClientError, OSError)):
+            await proxy.ask("GET", "/livez", tls=trusting)
+        assert (await proxy.ask("GET", "/livez", tls=known))[0] == 200
+
+
+async def test_vllm_behind_https_is_believed_only_with_a_certificate_that_is_trusted(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "engine")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    async with running(FakeEngine(), tls=context) as engine:
+        async with guard_proxy(tmp_path, engine) as proxy:
+            assert (await proxy.ask("POST", "/v1/chat/completions", json=BODY))[0] == 502
+        async with guard_proxy(tmp_path, engine, "--set", f"upstream_ca={cert}") as proxy:
+            assert (await proxy.ask("POST", "/v1/chat/completions", json=BODY))[0] == 200
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """One that signs itself, for 127.0.0.1, and its key."""
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("needs openssl to make a certificate")
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "code"),
+    [
+        (("--set", "no_such=1"), "no_such", 1),
+        (("--set", "max_body_bytes"), "is no NAME=VALUE", 2),
+        (("--port", "8080", "--set", "port=9"), "port is given twice", 2),
+        (("--set", "max_body_bytes=8 MB"), "max_body_bytes (GUARD_MAX_BODY_BYTES)", 1),
+        (("--config", "/no/such/file"), "/no/such/file: cannot be read", 1),
+        (("--keys", "/no/such/keys.yaml"), "/no/such/keys.yaml: cannot be read", 1),
+        (("--tls-cert", __file__), "tls_cert and tls_key go together", 1),
+        (("--tls-cert", __file__, "--tls-key", __file__), "cannot be used", 1),
+        (("--admin-port", "9999"), "admin_port needs keys", 1),
+        (("--redis-url", "http://localhost"), "redis_url (GUARD_REDIS_URL)", 1),
+        (("--set", f"upstream_ca={__file__}"), "upstream_ca (GUARD_UPSTREAM_CA)", 1),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_before_anything_starts(
+    tmp_path: Path, options: tuple[str, ...], said: str, code: int
+) -> None:
+    port = () if "--port" in options else ("--port", str(free_port()))
+    ledger = ("--ledger", str(tmp_path / "ledger"))
+    ended = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["proxy", *ledger, *port, *options])
+    assert ended.exit_code == code
+    assert said in ended.output
+    assert ended.exception is None or isinstance(ended.exception, SystemExit)
