@@ -52,6 +52,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
     },
+    "stablelm": SMALL,  # its block returns a residual that nobody adds
+    "gpt2": {"n_embd": 128, "n_head": 4},
+    "opt": {"hidden_size": 128, "num_attention_heads": 4, "ffn_dim": 192, "word_embed_proj_dim": 128},
+    "olmo2": SMALL,
+    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere": SMALL,  # attention and MLP side by side; the block adds all by itself
     "exaone4": {**SMALL, "sliding_window": 24, "sliding_window_pattern": 2},  # norms behind what they norm
     "falcon": {
@@ -63,10 +74,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "glm4": {**SMALL, "head_dim": 32},  # norms before and behind; rotary embedding of half a head
     "gpt_neox": {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192},
-    "stablelm": SMALL,  # its block returns a residual that nobody adds
-    "gpt2": {"n_embd": 128, "n_head": 4},
-    "opt": {"hidden_size": 128, "num_attention_heads": 4, "ffn_dim": 192, "word_embed_proj_dim": 128},
-    "olmo2": SMALL,
     "vaultgemma": {  # transformers backend; a scale of its own
         **SMALL,
         "head_dim": 32,
@@ -74,7 +81,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "attn_logit_softcapping": 5.0,
     },
-    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         **SMALL,
         "head_dim": 32,
@@ -83,12 +89,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
-}
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-
-MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "afmoe": {**SMALL, **EXPERTS, "head_dim": 32, "moe_intermediate_size": 64, "sliding_window": 24},
     "arcee": SMALL,
     "bitnet": SMALL,
