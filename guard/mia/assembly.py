@@ -199,7 +199,7 @@ def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run) -> Non
     for steer in one.steer:
         doses = run.doses[:, steer.fresh : steer.end].reshape(-1)
         report = gathered.steering[steer.index]
-        gathered.steering[steer.index] = _with_doses(report, doses[doses > HELD_BACK], run.layout.dose_limit)
+        gathered.steering[steer.index] = _with_doses(report, doses[doses != HELD_BACK], run.layout.dose_limit)
     for i, place in one.gates.items():
         opened_at = int(run.records[-1].opened_at[place])
         if opened_at != SHUT:
