@@ -63,7 +63,3 @@ class Control:
             self.begin()
             self.upload()
             self.acts = False
-
-    def count(self, tap: int) -> int:
-        """Entries that a tap has, as last written on the host."""
-        return int(self._host[2 * tap + 1])

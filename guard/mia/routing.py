@@ -360,8 +360,7 @@ class Router:
 
     def _steps_alike(self, tracked: Tracked, position: int) -> int:
         """For how many further tokens the entries of the one at ``position`` will do."""
-        moves = any(generates(capture) for capture in tracked.with_heads.values())
-        if position < tracked.prompt_len or position + 1 < tracked.seen or moves:
+        if position < tracked.prompt_len or position + 1 < tracked.seen or tracked.needs_keys_to_the_end:
             return 0
         return tracked.next_edge(position + 1) - (position + 1)
 

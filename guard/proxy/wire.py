@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from guard.proxy.errors import UpstreamError
+from guard.proxy.errors import InvalidRequestError, UpstreamError
 
 Fields = dict[str, Any]
 
@@ -58,6 +58,18 @@ class Piece:
         for owner, key in self.traces:
             if key in owner:
                 owner[key] = None
+
+
+def check_messages(fields: Fields) -> None:
+    """Raises ``InvalidRequestError`` unless there are messages, each with a role."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError("messages must be a list that is not empty", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
 
 
 def _text(value: Any) -> str:

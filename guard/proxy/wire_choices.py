@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, event, text_slots
+from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, check_messages, event, text_slots
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_CHOICES = 128
@@ -19,17 +19,6 @@ MAX_CHOICES = 128
 FINISH = "content_filter"
 DONE_FRAME = b"data: [DONE]\n\n"
 SPOKEN = ("content", "reasoning", "reasoning_content", "refusal")
-
-
-def _check_messages(fields: Fields) -> None:
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError("messages must be a list that is not empty", "messages")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
 
 
 def _check_prompt(fields: Fields) -> None:
@@ -162,7 +151,7 @@ def _cut(chat: bool, ending: Ending) -> bytes:
 
 chat_form = Form(
     route=CHAT,
-    check=_check_messages,
+    check=check_messages,
     roles=lambda fields: tuple(message["role"] for message in fields["messages"]),
     slots=_slots_of_messages,
     choices=_number_of_choices,

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, event, text_slots
+from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, check_messages, event, text_slots
 
 MESSAGES = "/v1/messages"
 SPOKEN = ("text", "thinking", "partial_json")
@@ -17,17 +16,6 @@ BILLING = "x-anthropic-billing-header"
 """How a text begins that one client adds to its system prompt, and vLLM leaves out."""
 
 FINISH = "refusal"
-
-
-def _check(fields: Fields) -> None:
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError("messages must be a list that is not empty", "messages")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
 
 
 def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot]]]:
@@ -115,7 +103,7 @@ def _end(ending: Ending) -> bytes:
 
 messages_form = Form(
     route=MESSAGES,
-    check=_check,
+    check=check_messages,
     roles=lambda fields: tuple(role for role, _ in _messages(fields)),
     slots=lambda fields: [slot for _, slots in _messages(fields) for slot in slots],
     choices=lambda fields: 1,
