@@ -30,7 +30,7 @@ unit: install ## Run the tests (PYTEST_ARGS="-k name" picks some)
 	@$(BIN)/pytest $(PYTEST_ARGS)
 
 gpu: install ## Run what needs an NVIDIA GPU: the kernels, and engines under CUDA graphs
-	@$(BIN)/pytest -p tests.engine.graphs_on_cuda tests/mia/test_kernels.py $(addprefix tests/engine/test_,$(addsuffix .py,cuda_graphs exactness steering scheduling idle)) $(PYTEST_ARGS)
+	@$(BIN)/pytest -p tests.engine.graphs_on_cuda tests/mia/test_kernels.py $(addprefix tests/engine/test_,$(addsuffix .py,cuda_graphs exactness steering scheduling idle tensor_parallel real_weights)) $(PYTEST_ARGS)
 
 format: install ## Repair style and formatting where that is mechanical
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -56,7 +56,10 @@ def run(llm: MiaLLM) -> list[Answer]:
     return llm.chat([c for c, _ in pairs], [s for _, s in pairs], max_tokens=6, ignore_eos=True)
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each process")
+@pytest.mark.skipif(
+    (torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1) < 2,
+    reason="needs a core, or a card, for each process",
+)
 def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:
     folder = oracle.save("llama", tmp_path / "model")
     generator = torch.Generator().manual_seed(1)
@@ -76,11 +79,9 @@ def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:
     )
     with engines.engine(folder, config) as llm:
         alone = run(llm)
-    split = {**engines.DEFAULTS, "enforce_eager": True, "tensor_parallel_size": 2}
-    with (
-        patch.dict(os.environ, {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_V2_MODEL_RUNNER": "0"}),
-        MiaLLM(folder, config, **split) as llm,
-    ):
+    split = {**engines.DEFAULTS, "enforce_eager": True, "tensor_parallel_size": 2, **engines.OVERRIDES}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with patch.dict(os.environ, environment), MiaLLM(folder, config, **split) as llm:
         together = run(llm)
     for a, b in zip(together, alone, strict=True):
         assert a.token_ids == b.token_ids
