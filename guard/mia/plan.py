@@ -79,7 +79,8 @@ class SteerChunk:
 class RequestPlan:
     """What a step does for one request.
 
-    ``prompt_ended``: its last prompt token is in the step. ``block_row``: its row in the block tables. ``gates``: its
+    ``prompt_ended``: its last prompt token is in the step. ``again``: an earlier step has computed some of its tokens.
+    ``block_row``: its row in the block tables. ``gates``: its
     gates' places in ``opened_at``, by steering. ``failed``: captures that cannot become complete any more, and why;
     ``shut``: the same of steerings whose gate cannot open.
     """
@@ -87,6 +88,7 @@ class RequestPlan:
     rows: list[RowChunk] = field(default_factory=list)
     steer: list[SteerChunk] = field(default_factory=list)
     prompt_ended: bool = False
+    again: bool = False
     block_row: int = 0
     gates: dict[int, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

@@ -117,18 +117,18 @@ class Reader:
             values[: layout.logits] = self._probes.logits(pool[:slots]).view(-1)
         heads = self._read_heads(plan, tables, values)
         self._shard.merge([values, *heads.tensors()])
-        if plan.gate_entries:
-            gates = len(plan.gate_entries)
-            torch.ops.mia.judge_gates(values, tables, 1, gates, self._buffers.opened_at, self._buffers.sums)
+        if tables.gates:
+            opened_at, sums = self._buffers.opened_at, self._buffers.sums
+            torch.ops.mia.judge_gates(values, tables.control, 1, tables.gates, opened_at, sums)
         return values, heads
 
-    def _tables(self, plan: StepPlan) -> torch.Tensor:
-        """What the ops outside the graph read: a block of its own, of masses (tap 0) and gates (tap 1)."""
+    def _tables(self, plan: StepPlan) -> _Tables:
+        """Of a step without masses and gates the block of the forward pass stands in, which nobody reads."""
         none = np.zeros((0, 1), np.int32)
         masses = np.concatenate(plan.mass_entries) if plan.mass_entries else none
         gates = np.asarray(plan.gate_entries, np.int32) if plan.gate_entries else none
         if not (len(masses) or len(gates)):
-            return self._buffers.control.tensor
+            return _Tables(self._buffers.control.tensor, 0, 0)
         if len(gates):
             gates[:, 1] += plan.layout.offset
         tables = Control(2, masses.size + gates.size + len(plan.span_words), self._buffers.bank.device)
@@ -139,12 +139,12 @@ class Reader:
             tables.put(0, masses)
         tables.put(1, gates)
         tables.upload()
-        return tables.tensor
+        return _Tables(tables.tensor, len(masses), len(gates))
 
-    def _read_heads(self, plan: StepPlan, tables: torch.Tensor, values: torch.Tensor) -> _Heads:
+    def _read_heads(self, plan: StepPlan, tables: _Tables, values: torch.Tensor) -> _Heads:
         """Attention and queries, of this rank's heads; zeros for the others."""
         heads = _Heads()
-        by_kernel = bool(plan.mass_entries) and self.keys.masses(len(plan.mass_entries), tables, values)
+        by_kernel = tables.masses > 0 and self.keys.masses(tables.masses, tables.control, values)
         for request_id, chunk in plan.head_chunks:
             tracked, one = self._router.requests[request_id], plan.layout.requests[request_id]
             capture, part = tracked.captures[chunk.capture], (request_id, chunk.capture, chunk.start)
@@ -266,6 +266,15 @@ class Reader:
             softcap={layer: shape.softcap for layer, shape in shapes.items()},
             window={layer: shape.window for layer, shape in shapes.items()},
         )
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What the ops outside the graph read: a block of its own, of so many masses (tap 0) and gates (tap 1)."""
+
+    control: torch.Tensor
+    masses: int
+    gates: int
 
 
 @dataclass

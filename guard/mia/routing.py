@@ -228,6 +228,7 @@ class Router:
         one = RequestPlan(gates=tracked.gates, shut=tracked.shut)
         one.block_row = int(batch.block_rows[i]) if len(batch.block_rows) else 0
         one.prompt_ended = tracked.seen < tracked.prompt_len <= rows.end
+        one.again = rows.start < tracked.seen
         if tracked.captures:
             self._route_keys(tracked, rows, filling, plan)
             self._route_rows(tracked, rows, filling, plan, one)
@@ -351,16 +352,17 @@ class Router:
     def _steady_from(self, batch: BatchView, places: list[int], plan: StepPlan) -> _Steady | None:
         """Whether the next steps can do with the entries of this one, and how many of them."""
         asking = np.asarray(places)
-        steps = int(min(self._steps_alike(self.requests[batch.request_ids[i]], int(batch.computed[i])) for i in places))
+        steps = min(self._steps_alike(batch.request_ids[i], int(batch.computed[i]), plan) for i in places)
         decodes = (batch.starts[asking + 1] - batch.starts[asking] == 1).all()
         if steps <= 0 or not decodes or not batch.samples[asking].all():
             return None
         computed = batch.computed[asking].copy()
         return _Steady(list(batch.request_ids), batch.starts.copy(), asking, computed, steps, plan)
 
-    def _steps_alike(self, tracked: Tracked, position: int) -> int:
+    def _steps_alike(self, request_id: str, position: int, plan: StepPlan) -> int:
         """For how many further tokens the entries of the one at ``position`` will do."""
-        if position < tracked.prompt_len or position + 1 < tracked.seen or tracked.needs_keys_to_the_end:
+        tracked = self.requests[request_id]
+        if position < tracked.prompt_len or plan.layout.requests[request_id].again or tracked.needs_keys_to_the_end:
             return 0
         return tracked.next_edge(position + 1) - (position + 1)
 

@@ -116,18 +116,6 @@ def test_replays_read_and_steer_what_each_request_asks_for_after_they_were_captu
     assert seen[0] != seen[1] != seen[2]
 
 
-def test_graphs_give_what_eager_execution_gives(graphs: MiaLLM, folder: Path, config: EngineConfig) -> None:
-    specs = [steered("push", 0.3 * i) for i in range(len(CONVERSATIONS))]
-    replayed = graphs.chat(CONVERSATIONS, specs, max_tokens=TOKENS, ignore_eos=True)
-    with patch.dict(engines.OVERRIDES, enforce_eager=True), engines.engine(folder, config) as eager:
-        expected = eager.chat(CONVERSATIONS, specs, max_tokens=TOKENS, ignore_eos=True)
-    for one, other in zip(replayed, expected, strict=True):
-        assert one.token_ids == other.token_ids
-        np.testing.assert_allclose(one.items["all"].values, other.items["all"].values, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(one.items["share"].mass["data"], other.items["share"].mass["data"], atol=1e-5)
-        assert one.readouts[-1].steering[0].steered_tokens == other.readouts[-1].steering[0].steered_tokens
-
-
 def test_attention_of_a_cached_prompt_is_read_without_computing_it_again(graphs: MiaLLM, folder: Path) -> None:
     spec = MiaSpec.model_validate(
         {
@@ -150,6 +138,19 @@ def test_attention_of_a_cached_prompt_is_read_without_computing_it_again(graphs:
     rows = second.items["rows"].weights
     expected = np.stack([truth.attention[layer - 1][head][at + 1 :] for layer, head in HEADS], axis=1)
     np.testing.assert_allclose(rows, expected, atol=1e-4)
+
+
+def test_graphs_give_what_eager_execution_gives(graphs: MiaLLM, folder: Path, config: EngineConfig) -> None:
+    """The last to ask ``graphs``: the other engine's end takes vLLM's groups of processes with it."""
+    specs = [steered("push", 0.3 * i) for i in range(len(CONVERSATIONS))]
+    replayed = graphs.chat(CONVERSATIONS, specs, max_tokens=TOKENS, ignore_eos=True)
+    with patch.dict(engines.OVERRIDES, enforce_eager=True), engines.engine(folder, config) as eager:
+        expected = eager.chat(CONVERSATIONS, specs, max_tokens=TOKENS, ignore_eos=True)
+    for one, other in zip(replayed, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.items["all"].values, other.items["all"].values, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(one.items["share"].mass["data"], other.items["share"].mass["data"], atol=1e-5)
+        assert one.readouts[-1].steering[0].steered_tokens == other.readouts[-1].steering[0].steered_tokens
 
 
 def test_bfloat16_is_as_far_off_as_its_rounding(folder: Path, config: EngineConfig) -> None:

@@ -17,8 +17,8 @@ from guard.mia import assembly, frontend
 from guard.mia.assembly import Assembler
 from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
-from guard.mia.ops import LEAST_RELATIVE_NORM
-from guard.mia.plan import BatchView
+from guard.mia.ops import LEAST_RELATIVE_NORM, MASS_WORDS, MassEntry
+from guard.mia.plan import BatchView, RequestPlan
 from guard.mia.probes import ProbeBank
 from guard.mia.readouts import Reader
 from guard.mia.results import AttentionReadout, HiddenReadout, ProbeReadout, QKReadout, RowsReadout
@@ -27,6 +27,7 @@ from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE
 from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, generates
 from guard.mia.steering import Bank
+from guard.mia.tracking import Tracked
 
 LAYERS = (1, 2, 3)
 VECTORS = ("a", "b")
@@ -58,11 +59,20 @@ def probe_logits(rows: torch.Tensor) -> torch.Tensor:
     return rows @ WEIGHT.T + BIAS
 
 
-def make_router(max_host_bytes: int = 10**9, config: EngineConfig = CONFIG) -> tuple[Router, TapBuffers]:
+def make_router(
+    max_host_bytes: int = 10**9, config: EngineConfig = CONFIG, *, gathers_keys: bool = True
+) -> tuple[Router, TapBuffers]:
     vectors = torch.arange(len(VECTORS) * HIDDEN_SIZE, dtype=torch.float32).view(len(VECTORS), HIDDEN_SIZE) + 1
     bank = Bank(None, vectors, {name: i for i, name in enumerate(VECTORS)})
     buffers = TapBuffers.allocate(
-        config, HIDDEN_SIZE, dict.fromkeys(LAYERS, SHAPE), StepLimits(8, 64), vectors, torch.float32, ALONE, True
+        config,
+        HIDDEN_SIZE,
+        dict.fromkeys(LAYERS, SHAPE),
+        StepLimits(8, 64),
+        vectors,
+        torch.float32,
+        ALONE,
+        gathers_keys,
     )
     return Router(buffers, bank, PROBES, max_host_bytes), buffers
 
@@ -158,6 +168,33 @@ class World:
 WORLD = World()
 
 
+@dataclass(frozen=True)
+class WorldsCache:
+    """Keys where an engine on a GPU finds them, and the masses as ``kernels.span_mass`` computes them, entry by entry.
+
+    Rows of the block table are requests' numbers.
+    """
+
+    queries: torch.Tensor
+
+    def keys(self, tracked: Tracked, one: RequestPlan, layer: int, start: int, end: int) -> torch.Tensor:
+        keys = torch.stack([WORLD.key(one.block_row, t, layer) for t in range(start, end)])
+        return keys.view(-1, SHAPE.key_heads, SHAPE.head_size)
+
+    def masses(self, entries: int, tables: torch.Tensor, values: torch.Tensor) -> bool:
+        words = tables.tolist()
+        for n in range(entries):
+            begin = words[0] + n * MASS_WORDS
+            entry = MassEntry(*words[begin : begin + MASS_WORDS])
+            assert entry.span_count == 1
+            ranges = np.asarray(words[entry.spans + 1 : entry.spans + 1 + 2 * words[entry.spans]]).reshape(-1, 2)
+            keys = [WORLD.key(entry.request, t, LAYERS[entry.layer]) for t in range(entry.position + 1)]
+            logits = torch.stack(keys) @ self.queries[entry.query] * SHAPE.scale
+            shares = torch.softmax(logits, dim=0)
+            values[entry.out] = sum(shares[start:end].sum() for start, end in ranges.tolist())
+        return True
+
+
 @dataclass
 class Slow:
     """One request, walked token by token: what it must give, computed in the most obvious way."""
@@ -247,7 +284,8 @@ def view(batch: list[tuple[int, int]], computed: list[int], prompt_lens: list[in
     starts = np.cumsum([0, *(n for _, n in batch)], dtype=np.int32)
     before = [computed[i] for i, _ in batch]
     samples = [computed[i] + n >= prompt_lens[i] for i, n in batch]
-    return BatchView([f"r{i}" for i, _ in batch], starts, np.asarray(before, np.int32), np.asarray(samples))
+    rows = np.asarray([i for i, _ in batch], np.int32)
+    return BatchView([f"r{i}" for i, _ in batch], starts, np.asarray(before, np.int32), np.asarray(samples), rows)
 
 
 def run_step(buffers: TapBuffers, batch: list[tuple[int, int]], computed: list[int], slow: dict[int, Slow]) -> None:
@@ -265,11 +303,9 @@ def run_step(buffers: TapBuffers, batch: list[tuple[int, int]], computed: list[i
         torch.testing.assert_close(hidden + residual, torch.stack(expected), rtol=1e-4, atol=1e-4)
         queries = torch.stack([WORLD.query(i, p, layer) for i, p in tokens])
         keys = torch.stack([WORLD.key(i, p, layer) for i, p in tokens])
-        for source, addend, tap in (
-            (hidden, residual, buffers.hidden[layer]),
-            (queries, None, buffers.query[layer]),
-            (keys, None, buffers.key[layer]),
-        ):
+        taps = [(hidden, residual, buffers.hidden[layer]), (queries, None, buffers.query[layer])]
+        taps += [(keys, None, buffers.key[layer])] if buffers.key else []
+        for source, addend, tap in taps:
             torch.ops.mia.gather_rows(source, addend, control, tap.number, tap.out)
 
 
@@ -309,21 +345,30 @@ TWO_GATES = MiaSpec.model_validate(
 """Both look at the same mean, each with a sum of its own."""
 
 
+GENERATED_ROWS = MiaSpec.model_validate({"hidden": {"h0": {"layer": 1, "positions": "generated"}}})
+"""The last token that is computed again has no entry, and the next one, in a batch that looks alike, needs one."""
+
+
 @settings(
     max_examples=200,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-@example([(REPLACED_THEN_ABLATED, 1)], [[2, 0, 0, 0, 0]])
-@example([(TWO_GATES, 3)], [[2, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
-@given(requests, steps_of_five)
+@example([(REPLACED_THEN_ABLATED, 1)], [[2, 0, 0, 0, 0]], True)
+@example([(TWO_GATES, 3)], [[2, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]], False)
+@example([(GENERATED_ROWS, 1)], [[3] * 5, [AGAIN] * 5, [2] * 5, [1] * 5, [1] * 5], True)
+@given(requests, steps_of_five, st.booleans())
 def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
-    monkeypatch: pytest.MonkeyPatch, asked: list[tuple[MiaSpec | None, int]], steps: list[list[int]]
+    monkeypatch: pytest.MonkeyPatch,
+    asked: list[tuple[MiaSpec | None, int]],
+    steps: list[list[int]],
+    gathers_keys: bool,
 ) -> None:
     monkeypatch.setattr(assembly, "SETTLE_STEPS", 3)
-    router, buffers = make_router()
+    router, buffers = make_router(gathers_keys=gathers_keys)
     ring = RowRing(2**16, HIDDEN_SIZE, torch.float32, pinned=False)
-    reader, assembler = Reader(router, buffers, PROBES, ring), Assembler()
+    keys = None if gathers_keys else WorldsCache(buffers.query_pool)
+    reader, assembler = Reader(router, buffers, PROBES, ring, keys=keys), Assembler()
     # What an earlier request has left there.
     buffers.sums.fill_(math.nan)
     buffers.opened_at.fill_(0)
