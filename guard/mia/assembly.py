@@ -1,22 +1,21 @@
 """Records of steps become the readouts of requests.
 
-Owns what was read and not yet sent, the formulas over several steps (means, reports), and when something is sent:
-readouts of the prompt with the first token, what grows with the answer every ``SETTLE_STEPS`` steps and at its end.
-Until then a step's record is only kept, so that a step costs the same however many requests it reads. Lives in the
-engine's core, which alone knows that a request has ended; never touches vLLM.
+Owns what was read and not yet delivered, the formulas over several steps (means, reports), and when rows are taken out
+of the worker's ring. A step's record is at first only kept, so that a step costs the same however many requests it
+reads. Lives in the front end, where it keeps no engine waiting; never touches vLLM.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
 import numpy as np
-import torch
 
+from guard.mia.growing import GrowingRows
 from guard.mia.ops import HELD_BACK, SHUT
 from guard.mia.plan import RequestPlan, RowChunk, StepLayout
 from guard.mia.record import StepRecord
@@ -25,20 +24,38 @@ from guard.mia.results import (
     AttentionRowsReadout,
     FloatArray,
     ProbeReadout,
+    QKReadout,
+    Readout,
     Status,
     SteeringReport,
     is_averaged,
     join,
     not_complete,
+    size_bytes,
 )
 from guard.mia.routing import CACHED
-from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, QKCapture, generates
-from guard.mia.step_reading import Part, RingReadout, RingRows, StepReading, join_ring
+from guard.mia.row_ring import OverwrittenError, Places, RingAddress, RingReader
+from guard.mia.spec import AttentionCapture, Capture, HiddenCapture, MiaSpec, ProbeCapture, QKCapture, generates
 
 NO_RING = "no space for these rows at once (max_shared_bytes)"
+TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
 
 SETTLE_STEPS = 64
-"""After so many records everything is put to its requests, and what has grown is sent."""
+"""After so many records everything is put to its requests."""
+
+SETTLE_BYTES = 2**23
+"""And after records with so many bytes of rows: what waits in the ring waits for the end of an answer, too."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the front end knows of one request. ``longest``: tokens that prompt and answer may have;
+    ``max_grown_bytes``: most that what grows with the answer may take."""
+
+    spec: MiaSpec
+    prompt_len: int
+    longest: int
+    max_grown_bytes: int = 2**63
 
 
 @dataclass
@@ -50,32 +67,36 @@ class AttentionSum:
     weights: FloatArray | None = None
 
 
+Part = ProbeReadout | AttentionRowsReadout | QKReadout
+
+
 @dataclass
 class Gathered:
-    """What was read of one request and not yet sent.
+    """What was read of one request and not yet delivered.
 
-    ``next_record``: the first record in the log that is not in here yet. ``parts``: by capture, ``sums``: of attention
-    that is averaged. ``failed``: captures that cannot become complete any more, and why; ``told``: those among them
-    that go on through the answer and whose failure was sent. ``prompt_due``: the prompt was read, and not yet sent.
+    ``next_record``: the first record in the log that is not in here yet. By capture: ``rows`` of the residual stream,
+    ``sums`` of attention that is averaged, ``parts`` of all else. ``failed``: captures that cannot become complete any
+    more, and why. ``grown_bytes``: of what grows with the answer. ``prompt_due``: the prompt was read, and not yet
+    delivered.
     """
 
-    spec: MiaSpec
-    prompt_len: int
+    asked: Asked
     captures: dict[str, Capture]
     next_record: int
+    rows: dict[str, GrowingRows] = field(default_factory=dict)
     parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, AttentionSum] = field(default_factory=lambda: defaultdict(AttentionSum))
-    failed: dict[str, str] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    failed: dict[str, tuple[Status, str]] = field(default_factory=dict)
     steering: list[SteeringReport] = field(default_factory=list)
+    grown_bytes: int = 0
     prompt_due: bool = False
 
-    def fail(self, capture: str, reason: str) -> None:
+    def fail(self, capture: str, reason: str, status: Status = "dropped") -> None:
         """A capture cannot become complete any more, and neither can what waits for it."""
-        self.failed.setdefault(capture, reason)
-        self.parts.pop(capture, None)
-        self.sums.pop(capture, None)
-        for i, steer in enumerate(self.spec.steer):
+        self.failed.setdefault(capture, (status, reason))
+        for read in (self.rows, self.parts, self.sums):
+            read.pop(capture, None)
+        for i, steer in enumerate(self.asked.spec.steer):
             if steer.gate is not None and steer.gate.readout == capture and self.steering[i].opened_at is None:
                 self.steering[i] = replace(self.steering[i], reason=f"readout {capture!r}: {reason}")
 
@@ -89,113 +110,137 @@ class Run:
     @cached_property
     def doses(self) -> FloatArray:
         """``[steps, doses]``."""
-        doses: FloatArray = torch.stack([record.doses for record in self.records]).numpy()
+        doses: FloatArray = np.stack([record.doses for record in self.records])
         return doses
 
     @cached_property
     def values(self) -> FloatArray:
         """``[steps, values]``."""
-        values: FloatArray = torch.stack([record.values for record in self.records]).numpy()
+        values: FloatArray = np.stack([record.values for record in self.records])
         return values
+
+    @cached_property
+    def places(self) -> Places | None:
+        """In the ring, of each step's first row; None when a step's rows found no space."""
+        places = [record.hidden for record in self.records]
+        return None if None in places else np.asarray(places, np.int64)
 
     @property
     def layout(self) -> StepLayout:
-        """Of the first step."""
         return self.records[0].layout
+
+    @property
+    def offset(self) -> int:
+        """Of the first step."""
+        return self.records[0].offset
 
 
 class Assembler:
-    """One engine's records in, its requests' readings out."""
+    """One engine's records in, its requests' readouts out."""
 
-    def __init__(self) -> None:
+    def __init__(self, ring: RingAddress) -> None:
+        self._ring = Ring(ring)
         self._log: list[StepRecord] = []
+        self._log_bytes = 0
         self._runs: dict[tuple[int, int], list[Run]] = {}
         self._due: set[str] = set()
         self.requests: dict[str, Gathered] = {}
 
-    def take(self, record: StepRecord, alive: Container[str]) -> None:
-        """Keep a step's record. ``alive``: requests that have not ended; some may have since the step began."""
-        for request_id, (spec, prompt_len) in record.layout.added.items():
-            if request_id not in alive:
-                continue
-            reports = [SteeringReport() for _ in spec.steer]
-            self.requests[request_id] = Gathered(
-                spec, prompt_len, spec.captures, next_record=len(self._log), steering=reports
-            )
+    def take(self, record: StepRecord, asked: Mapping[str, Asked]) -> None:
+        """Keep a step's record. ``asked``: of the requests that have not ended; some may have since the step began."""
+        if not self._log or self._log[-1].layout is not record.layout:
+            for request_id in record.layout.requests.keys() - self.requests.keys():
+                if (one := asked.get(request_id)) is not None:
+                    reports = [SteeringReport() for _ in one.spec.steer]
+                    gathered = Gathered(one, one.spec.captures, next_record=len(self._log), steering=reports)
+                    self.requests[request_id] = gathered
         self._log.append(record)
-        if record.layout.offset == 0:
+        first, end = record.layout.sent
+        self._log_bytes += (end - first) * self._ring.row_bytes
+        if record.offset == 0:
             ended = (id_ for id_, one in record.layout.requests.items() if one.prompt_ended)
             self._due.update(id_ for id_ in ended if id_ in self.requests)
-        if len(self._log) >= SETTLE_STEPS:
+        if len(self._log) >= SETTLE_STEPS or self._log_bytes >= SETTLE_BYTES:
             for request_id, gathered in self.requests.items():
                 self._settle(request_id, gathered)
                 gathered.next_record = 0
-            self._log, self._runs = [], {}
-            self._due.update(self.requests)
+            self._clear_log()
 
-    def is_due(self, request_id: str) -> bool:
-        """Whether a request has something to send with its next output."""
-        return request_id in self._due
-
-    def reading(self, request_id: str, *, ended: bool) -> StepReading | None:
-        """What a request has to send with the output of the last record's step. ``ended``: it is the last output."""
-        gathered = self.requests.get(request_id)
-        if gathered is None:
+    def prompt(self, request_id: str) -> dict[str, Readout] | None:
+        """The readouts of a request's prompt, once, when it was read to its end by the last record."""
+        if request_id not in self._due:
             return None
         self._due.discard(request_id)
+        gathered = self.requests[request_id]
         self._settle(request_id, gathered)
-        prompt = _prompt(gathered) if gathered.prompt_due else None
-        grown = {
-            name: _part(gathered, name, capture)
-            for name, capture in gathered.captures.items()
-            if generates(capture) and _has_news(gathered, name)
-        }
-        gathered.told |= gathered.failed.keys()
-        steering = tuple(gathered.steering) if ended or prompt is not None else ()
+        if not gathered.prompt_due:
+            return None
         gathered.prompt_due = False
-        reading = StepReading(prompt, grown, steering)
-        return reading if reading else None
+        captures = {name: one for name, one in gathered.captures.items() if not generates(one)}
+        return {name: _readout(gathered, name, capture) for name, capture in captures.items()}
 
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def end(self, request_id: str) -> tuple[dict[str, Readout], tuple[SteeringReport, ...]]:
+        """What grew with the answer, and what steering did. The request is forgotten."""
+        gathered = self.requests[request_id]
+        self._settle(request_id, gathered)
+        captures = {name: one for name, one in gathered.captures.items() if generates(one)}
+        items = {name: _readout(gathered, name, capture) for name, capture in captures.items()}
+        self.forget([request_id])
+        return items, tuple(gathered.steering)
+
+    def forget(self, request_ids: list[str]) -> None:
         """Requests have ended."""
         for request_id in request_ids:
             self.requests.pop(request_id, None)
             self._due.discard(request_id)
         if not self.requests:
-            self._log, self._runs = [], {}
+            self._clear_log()
+
+    def _clear_log(self) -> None:
+        self._log, self._runs, self._log_bytes = [], {}, 0
 
     def _settle(self, request_id: str, gathered: Gathered) -> None:
         """Put the records since the last time to a request's readouts."""
         for run in self._runs_from(gathered.next_record):
             one = run.layout.requests.get(request_id)
             if one is not None:
-                _put(gathered, request_id, one, run)
+                _put(gathered, request_id, one, run, self._ring)
         gathered.next_record = len(self._log)
 
     def _runs_from(self, first: int) -> list[Run]:
         """The log from a record on. Most requests ask from the same."""
         key = first, len(self._log)
         if key not in self._runs:
-            groups = groupby(self._log[first:], key=lambda record: id(record.layout.requests))
+            groups = groupby(self._log[first:], key=lambda record: record.layout.number)
             self._runs[key] = [Run(list(group)) for _, group in groups]
         return self._runs[key]
 
 
-def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run) -> None:
+class Ring:
+    """A worker's ring, which is opened when rows are first taken out of it."""
+
+    def __init__(self, address: RingAddress) -> None:
+        self._address = address
+        self._reader: RingReader | None = None
+        self.width = address.width
+        self.row_bytes = address.row_bytes
+
+    def reader(self) -> RingReader:
+        """Raises ``OSError`` when the worker is not on this machine, or gone."""
+        if self._reader is None:
+            self._reader = RingReader(self._address)
+        return self._reader
+
+
+def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run, ring: Ring) -> None:
     """What consecutive steps of one layout have read of one request."""
     for capture, reason in one.failed.items():
-        gathered.fail(capture, reason)
+        gathered.fail(capture, reason, "unavailable" if reason == CACHED else "dropped")
     for i, reason in one.shut.items():
         gathered.steering[i] = replace(gathered.steering[i], reason=reason)
     for chunk in one.rows:
         if chunk.capture not in gathered.failed:
-            part = _part_of(gathered, request_id, chunk, run)
-            if part.status != "complete":
-                gathered.fail(chunk.capture, part.reason)
-            elif isinstance(part, AttentionRowsReadout) and is_averaged(gathered.captures[chunk.capture]):
-                _add(gathered.sums[chunk.capture], part)
-            else:
-                gathered.parts[chunk.capture].append(part)
+            _read(gathered, request_id, chunk, run, ring)
     for steer in one.steer:
         doses = run.doses[:, steer.fresh : steer.end].reshape(-1)
         report = gathered.steering[steer.index]
@@ -204,39 +249,77 @@ def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run) -> Non
         opened_at = int(run.records[-1].opened_at[place])
         if opened_at != SHUT:
             gathered.steering[i] = replace(gathered.steering[i], opened_at=opened_at, reason="")
-    gathered.prompt_due = gathered.prompt_due or (one.prompt_ended and run.layout.offset == 0)
+    gathered.prompt_due = gathered.prompt_due or (one.prompt_ended and run.offset == 0)
 
 
-def _part_of(gathered: Gathered, request_id: str, chunk: RowChunk, run: Run) -> Part:
+def _read(gathered: Gathered, request_id: str, chunk: RowChunk, run: Run, ring: Ring) -> None:
     """What one capture read in these steps."""
-    capture, length, layout = gathered.captures[chunk.capture], chunk.length, run.layout
-    start = chunk.start + layout.offset
-    positions = tuple(range(start, start + length * len(run.records)))
-    if isinstance(capture, QKCapture | AttentionCapture):
-        # They are never of several steps: what they read grows.
-        (record,) = run.records
-        key = request_id, chunk.capture, chunk.start
-        if isinstance(capture, QKCapture):
-            return record.queries[key]
-        values, weights = run.values[0, layout.logits + chunk.mass :], record.weights.get(key)
-        mass = values[: length * len(capture.heads) * len(capture.spans)].reshape(length, len(capture.heads), -1)
-        return AttentionRowsReadout(
-            "complete",
-            capture.heads,
-            positions,
-            mass={span: mass[:, :, column] for column, span in enumerate(capture.spans)},
-            weights=None if weights is None else weights.numpy(),
-        )
+    name, capture = chunk.capture, gathered.captures[chunk.capture]
+    start = chunk.start + run.offset
+    positions = range(start, start + chunk.length * len(run.records))
+    if isinstance(capture, HiddenCapture):
+        size = _take_rows(gathered, chunk, positions, run, ring)
+    else:
+        part = _part_of(capture, request_id, chunk, positions, run)
+        size = size_bytes(part)
+        if is_averaged(capture):
+            assert isinstance(part, AttentionRowsReadout)
+            _add(gathered.sums[name], part)
+        else:
+            gathered.parts[name].append(part)
+    if generates(capture):
+        gathered.grown_bytes += size
+        if gathered.grown_bytes > gathered.asked.max_grown_bytes:
+            gathered.fail(name, TOO_LONG)
+
+
+def _take_rows(gathered: Gathered, chunk: RowChunk, positions: range, run: Run, ring: Ring) -> int:
+    """Out of the ring, before others take their place; returns their bytes."""
     ((layer, slot),) = chunk.slots.items()
+    if run.places is None:
+        gathered.fail(chunk.capture, NO_RING)
+        return 0
+    places = run.places + (slot - run.layout.sent[0])
+    if chunk.length > 1:
+        places = (places[:, None] + np.arange(chunk.length)).reshape(-1)
+    if (rows := gathered.rows.get(chunk.capture)) is None:
+        capture, asked = gathered.captures[chunk.capture], gathered.asked
+        longest = asked.longest if generates(capture) else asked.prompt_len
+        expected = 1 if chunk.length == 1 and not generates(capture) else longest
+        rows = gathered.rows[chunk.capture] = GrowingRows.expecting(layer, expected, ring.width)
+    try:
+        ring.reader().take(places, rows.next(positions))
+    except OverwrittenError as error:
+        gathered.fail(chunk.capture, str(error))
+    except OSError as error:
+        reason = f"the worker's memory cannot be read here: {error.strerror}"
+        gathered.fail(chunk.capture, reason, "unavailable")
+    return 4 * len(positions) * ring.width
+
+
+def _part_of(capture: Capture, request_id: str, chunk: RowChunk, positions: range, run: Run) -> Part:
+    """What one capture of probes, attention or queries read in these steps."""
+    layout, length = run.layout, chunk.length
     if isinstance(capture, ProbeCapture):
+        ((_, slot),) = chunk.slots.items()
         logits = run.values[:, : layout.logits].reshape(len(run.records), -1, layout.outputs)
         mine = logits[:, slot : slot + length, slice(*chunk.columns)]
-        return ProbeReadout("complete", capture.probe, positions, logits=mine.reshape(len(positions), -1))
-    slabs = [record.hidden for record in run.records if record.hidden is not None]
-    if len(slabs) < len(run.records):
-        return RingReadout("dropped", layer, reason=NO_RING)
-    segments = [slab.segment(slot - layout.sent[0], length) for slab in slabs]
-    return RingReadout("complete", layer, positions, RingRows(slabs[0].path, slabs[0].dtype, slabs[0].width, segments))
+        return ProbeReadout("complete", capture.probe, tuple(positions), logits=mine.reshape(len(positions), -1))
+    # These are never of several steps: what they read grows.
+    (record,) = run.records
+    key = request_id, chunk.capture, chunk.start
+    if isinstance(capture, QKCapture):
+        return record.queries[key]
+    assert isinstance(capture, AttentionCapture)
+    values = record.values[layout.logits + chunk.mass :]
+    mass = values[: length * len(capture.heads) * len(capture.spans)].reshape(length, len(capture.heads), -1)
+    return AttentionRowsReadout(
+        "complete",
+        capture.heads,
+        tuple(positions),
+        mass={span: mass[:, :, column] for column, span in enumerate(capture.spans)},
+        weights=record.weights.get(key),
+    )
 
 
 def _with_doses(report: SteeringReport, doses: FloatArray, limit: float) -> SteeringReport:
@@ -253,34 +336,19 @@ def _with_doses(report: SteeringReport, doses: FloatArray, limit: float) -> Stee
     )
 
 
-def _prompt(gathered: Gathered) -> dict[str, Part]:
-    """All readouts of one request's prompt, which has been read to its end."""
-    items: dict[str, Part] = {}
-    for name, capture in gathered.captures.items():
-        if generates(capture):
-            continue
-        if isinstance(capture, AttentionCapture) and is_averaged(capture) and name not in gathered.failed:
-            items[name] = _mean(gathered.sums.pop(name), capture, gathered.prompt_len)
-            continue
-        items[name] = _part(gathered, name, capture)
-    return items
-
-
-def _has_news(gathered: Gathered, name: str) -> bool:
-    return bool(gathered.parts.get(name)) or (name in gathered.failed and name not in gathered.told)
-
-
-def _part(gathered: Gathered, name: str, capture: Capture) -> Part:
-    """What was gathered of one capture since it was last sent, or why there will be nothing."""
-    if (reason := gathered.failed.get(name)) is not None:
-        return not_complete(capture, _status_of(reason), reason)
-    parts = gathered.parts.pop(name)
-    in_ring = [part for part in parts if isinstance(part, RingReadout)]
-    return join_ring(in_ring) if in_ring else join(parts)  # type: ignore[type-var]
-
-
-def _status_of(reason: str) -> Status:
-    return "unavailable" if reason == CACHED else "dropped"
+def _readout(gathered: Gathered, name: str, capture: Capture) -> Readout:
+    """One capture's readout, or why there is none. Of a capture that no token was read for it is complete and empty."""
+    if (failure := gathered.failed.get(name)) is not None:
+        return not_complete(capture, *failure)
+    if isinstance(capture, HiddenCapture):
+        rows = gathered.rows.pop(name, None)
+        one = capture.positions == "last_prompt"
+        return not_complete(capture, "complete", "") if rows is None else rows.readout(one=one)
+    if is_averaged(capture):
+        assert isinstance(capture, AttentionCapture)
+        return _mean(gathered.sums.pop(name), capture, gathered.asked.prompt_len)
+    parts = gathered.parts.pop(name, None)
+    return join(parts) if parts else not_complete(capture, "complete", "")  # type: ignore[type-var]
 
 
 def _add(total: AttentionSum, part: AttentionRowsReadout) -> None:

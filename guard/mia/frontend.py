@@ -12,16 +12,14 @@ prepared and through its engine state afterwards. Requests without a spec run vL
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer
@@ -30,22 +28,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from guard.mia.assembly import Asked
+from guard.mia.inbox import Inbox, Waiting
 from guard.mia.patching import wrap
-from guard.mia.results import (
-    HiddenReadout,
-    Readout,
-    Readouts,
-    RowsReadout,
-    SteeringReport,
-    join,
-    not_complete,
-    size_bytes,
-    with_token_ids,
-)
-from guard.mia.row_ring import OverwrittenError, RingReader
+from guard.mia.results import Readout, Readouts, Stage, SteeringReport, not_complete, with_token_ids
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, split_joined
-from guard.mia.spec import Capture, HiddenCapture, MiaSpec, TokenRanges, generates, reads_whole_prompt
-from guard.mia.step_reading import Part, RingReadout, StepReading
+from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
 from guard.mia.windows import first_steered, reach
 
 NO_MESSAGES = "no chat template has rendered messages of this request"
@@ -53,10 +41,8 @@ NO_MESSAGES = "no chat template has rendered messages of this request"
 NOT_TEXT = ("multi_modal_data", "prompt_embeds", "encoder_prompt")
 """Keys of a tokenized prompt that is more than its tokens."""
 
-ASKING_ATTRIBUTE = "mia_asking"
-"""Name under which an output processor keeps the states of requests with a spec, by id."""
-
-TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
+INBOX_ATTRIBUTE = "mia_inbox"
+"""Name under which an output processor keeps its inbox, from the first request with a spec on."""
 
 
 @dataclass
@@ -67,35 +53,7 @@ class PreparedPrompt:
     token_ids: list[int]
     span_tokens: dict[str, tuple[tuple[int, int], ...]]
     unavailable: dict[str, Readout]
-
-
-@dataclass(frozen=True)
-class FetchedRows:
-    """Vectors of several tokens out of the worker's ring. values: ``[rows, hidden_size]``, the model's dtype."""
-
-    layer: int
-    positions: tuple[int, ...]
-    values: torch.Tensor
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the float32 that they become."""
-        return 4 * self.values.numel()
-
-
-@functools.lru_cache(maxsize=8)
-def ring_reader(path: str) -> RingReader:
-    """One for each worker beside this process; of those that are gone some are kept a while."""
-    return RingReader(path)
-
-
-@dataclass
-class Growing:
-    """One choice's readouts that go on through the answer, as they came so far, and what its steering did."""
-
-    parts: dict[str, list[Any]] = field(default_factory=dict)
-    size_bytes: int = 0
-    steering: tuple[SteeringReport, ...] = ()
+    asked: Asked
 
 
 @dataclass
@@ -104,7 +62,7 @@ class RequestContext:
 
     ``vectors``: digests of the engine's steering vectors by name. ``max_grown_bytes``: most that what grows with one
     answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``keys_from_cache``: see the function
-    of that name. ``growing``: by prompt's request id and choice.
+    of that name. ``prompts``: by request id.
     """
 
     spec: MiaSpec
@@ -114,7 +72,6 @@ class RequestContext:
     keys_from_cache: bool = False
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError(NO_MESSAGES))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
-    growing: dict[tuple[str, int], Growing] = field(default_factory=dict)
     pending: list[Readouts] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -125,6 +82,19 @@ class RequestContext:
     def take(self) -> list[Readouts]:
         taken, self.pending = self.pending, []
         return taken
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer to one prompt of a request. ``state``: vLLM's."""
+
+    context: RequestContext
+    prompt: PreparedPrompt
+    state: Any
+
+    @property
+    def index(self) -> int:
+        return int(self.state.request_index)
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("mia_request", default=None)
@@ -166,10 +136,12 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
             name: not_complete(context.spec.captures[name], "unavailable", reason)
             for name, reason in resolved.unavailable.items()
         },
+        asked=Asked(spec, len(ids), len(ids) + (params.max_tokens or len(ids)), context.max_grown_bytes),
     )
     if resolved.unavailable and not spec.asks:
         # Nothing is left for the engine to read, so nothing would come back from it.
-        context.deliver(_complete(context, request_id, 0, Readouts({}, prompt_tokens=len(ids))))
+        prepared = context.prompts[request_id]
+        context.deliver(_readouts(prepared, prepared.unavailable, ids, 0, "prompt"))
     params = params.clone()
     asked = {"spec": spec.to_wire(), "steered_from": first_steered(spec, len(ids))}
     if asked["steered_from"] is not None:
@@ -329,120 +301,59 @@ def _add_request(original: Any, processor: OutputProcessor, request: Any, *args:
     context = _current.get()
     state: Any = processor.request_states.get(request.request_id)
     if context is not None and state is not None:
-        state.mia = context
-        processor.__dict__.setdefault(ASKING_ATTRIBUTE, {})[request.request_id] = state
+        inbox = processor.__dict__.setdefault(INBOX_ATTRIBUTE, Inbox())
+        prompt = context.prompts[state.external_req_id]
+        inbox.add(request.request_id, Waiting(prompt.asked, Choice(context, prompt, state)))
 
 
 def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    asking: dict[str, Any] = processor.__dict__.get(ASKING_ATTRIBUTE, {})
-    if not asking:
+    inbox: Inbox | None = processor.__dict__.get(INBOX_ATTRIBUTE)
+    if inbox is None or not inbox.waiting:
         return original(processor, outputs, *args, **kwargs)
     for output in outputs:
-        state = asking.get(output.request_id)
-        if state is not None and output.kv_transfer_params and "mia" in output.kv_transfer_params:
-            wire = output.kv_transfer_params.pop("mia")
+        if output.kv_transfer_params and "mia" in output.kv_transfer_params:
+            inbox.receive(output.kv_transfer_params.pop("mia"))
             output.kv_transfer_params = output.kv_transfer_params or None
-            _receive(state.mia, state, wire)
+        waiting = inbox.waiting.get(output.request_id)
+        if waiting is not None and (items := inbox.prompt(output.request_id)) is not None:
+            choice: Choice = waiting.destination
+            prompt = choice.prompt
+            items |= prompt.unavailable
+            choice.context.deliver(_readouts(prompt, items, prompt.token_ids, choice.index, "prompt"))
     processed = original(processor, outputs, *args, **kwargs)
     for output in outputs:
-        if output.request_id in asking and output.request_id not in processor.request_states:
-            state = asking.pop(output.request_id)
-            _finish(state.mia, state)
-    if len(asking) > len(processor.request_states):
+        if output.request_id in inbox.waiting and output.request_id not in processor.request_states:
+            choice = inbox.waiting[output.request_id].destination
+            _finish(choice, *inbox.end(output.request_id))
+    if len(inbox.waiting) > len(processor.request_states):
         # Requests whose client has left end without an output.
-        for request_id in asking.keys() - processor.request_states.keys():
-            del asking[request_id]
+        inbox.forget(list(inbox.waiting.keys() - processor.request_states.keys()))
     return processed
 
 
-def _receive(context: RequestContext, state: Any, wire: Any) -> None:
-    """What one engine step gave for one choice."""
-    request_id, choice = state.external_req_id, state.request_index
-    reading = StepReading.from_wire(wire)
-    if reading.prompt is not None:
-        prompt_tokens = len(context.prompts[request_id].token_ids)
-        captures = context.spec.captures
-        items = {name: _whole(captures[name], [_fetched(item)]) for name, item in reading.prompt.items()}
-        context.deliver(_complete(context, request_id, choice, Readouts(items, prompt_tokens=prompt_tokens)))
-    if reading.grown or reading.steering:
-        growing = context.growing.setdefault((request_id, choice), Growing())
-        growing.steering = reading.steering or growing.steering
-        for name, part in reading.grown.items():
-            item = _fetched(part)
-            growing.size_bytes += item.size_bytes if isinstance(item, FetchedRows) else size_bytes(item)
-            if growing.size_bytes > context.max_grown_bytes:
-                item = not_complete(context.spec.captures[name], "dropped", TOO_LONG)
-                growing.parts[name] = []
-            growing.parts.setdefault(name, []).append(item)
-
-
-def _fetched(part: Part) -> Readout | FetchedRows:
-    """Rows are taken out of the ring at once: others will soon take their place."""
-    if not isinstance(part, RingReadout) or part.rows is None:
-        return RowsReadout(part.status, part.layer, reason=part.reason) if isinstance(part, RingReadout) else part
-    try:
-        return FetchedRows(part.layer, part.positions, ring_reader(part.rows.path).take(part.rows))
-    except OverwrittenError as error:
-        return RowsReadout("dropped", part.layer, reason=str(error))
-    except OSError as error:
-        return RowsReadout(
-            "unavailable", part.layer, reason=f"the worker's memory cannot be read here: {error.strerror}"
-        )
-
-
-def _whole(capture: Capture, parts: Sequence[Readout | FetchedRows]) -> Readout:
-    """Parts that came one after the other, as one readout."""
-    rows = [part for part in parts if isinstance(part, FetchedRows)]
-    others: list[Any] = [part for part in parts if not isinstance(part, FetchedRows)]
-    if not rows:
-        (item,) = others if len(others) == 1 else [join(others)]
-        dropped = isinstance(item, RowsReadout) and item.values is None and item.status != "complete"
-        return not_complete(capture, item.status, item.reason) if dropped else item
-    for other in others:
-        return not_complete(capture, other.status, other.reason)
-    positions = tuple(position for part in rows for position in part.positions)
-    values = torch.cat([part.values for part in rows]).float().numpy()
-    if isinstance(capture, HiddenCapture) and capture.positions == "last_prompt":
-        return HiddenReadout("complete", rows[0].layer, positions[0], None, values[0])
-    return RowsReadout("complete", rows[0].layer, positions, values=values)
-
-
-def _finish(context: RequestContext, state: Any) -> None:
+def _finish(choice: Choice, items: dict[str, Readout], steering: tuple[SteeringReport, ...]) -> None:
     """The answer has ended: what grew with it is whole."""
-    captures = {name: capture for name, capture in context.spec.captures.items() if generates(capture)}
-    if not captures and not context.spec.steer:
-        return
-    request_id, choice = state.external_req_id, state.request_index
-    growing = context.growing.pop((request_id, choice), Growing())
-    prompt = context.prompts[request_id]
-    token_ids = [*prompt.token_ids, *state.detokenizer.output_token_ids]
-    items: dict[str, Readout] = {}
-    for name, capture in captures.items():
-        if name in prompt.unavailable:
-            continue
-        parts = growing.parts.get(name)
-        whole = _whole(capture, parts) if parts else not_complete(capture, "complete", "")
-        items[name] = with_token_ids(whole, token_ids)
-    context.deliver(
-        Readouts(
-            items,
-            prompt.span_tokens,
-            len(prompt.token_ids),
-            prompt.index,
-            choice_index=choice,
-            stage="final",
-            steering=growing.steering,
-        )
-    )
+    spec = choice.context.spec
+    if spec.steer or any(generates(capture) for capture in spec.captures.values()):
+        token_ids = [*choice.prompt.token_ids, *choice.state.detokenizer.output_token_ids]
+        choice.context.deliver(_readouts(choice.prompt, items, token_ids, choice.index, "final", steering))
 
 
-def _complete(context: RequestContext, request_id: str, choice_index: int, readouts: Readouts) -> Readouts:
-    prompt = context.prompts[request_id]
-    return replace(
-        readouts,
-        items={name: with_token_ids(item, prompt.token_ids) for name, item in readouts.items.items()}
-        | prompt.unavailable,
-        span_tokens=prompt.span_tokens,
-        prompt_index=prompt.index,
-        choice_index=choice_index,
+def _readouts(
+    prompt: PreparedPrompt,
+    items: dict[str, Readout],
+    token_ids: list[int],
+    choice_index: int,
+    stage: Stage,
+    steering: tuple[SteeringReport, ...] = (),
+) -> Readouts:
+    """One choice's readouts with the tokens that they are of. token_ids: those of the prompt, and of the answer."""
+    return Readouts(
+        {name: with_token_ids(item, token_ids) for name, item in items.items()},
+        prompt.span_tokens,
+        len(prompt.token_ids),
+        prompt.index,
+        choice_index,
+        stage,
+        steering,
     )

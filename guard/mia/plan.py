@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from guard.mia.control import Words
-from guard.mia.spec import MiaSpec
 from guard.mia.tracking import KeyStore
 
 
@@ -97,17 +96,15 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where what a step reads lies in its record, and whose it is.
+    """Where what a step reads lies in its record, and whose it is. Steps of a batch that only decodes share one.
 
-    ``added``: requests that no earlier step had, with the length of their prompts. ``offset``: all positions lie so
-    many tokens beyond those written here. ``sent``: the hidden pool's slots that leave the device. ``logits``: values
-    of probes, ``[slots, outputs of all probes]``; attention masses lie behind them. ``dose_limit``: a larger dose was
-    shortened to it.
+    ``number``: of the engine's layouts, in order. ``sent``: the hidden pool's slots that leave the device. ``logits``:
+    values of probes, ``[slots, outputs of all probes]``; attention masses lie behind them. ``dose_limit``: a larger
+    dose was shortened to it.
     """
 
+    number: int
     requests: dict[str, RequestPlan]
-    added: dict[str, tuple[MiaSpec, int]] = field(default_factory=dict)
-    offset: int = 0
     sent: tuple[int, int] = (0, 0)
     logits: int = 0
     outputs: int = 0
@@ -116,12 +113,14 @@ class StepLayout:
 
 @dataclass
 class StepPlan:
-    """What to read after the step. ``head_chunks``: those of attention and queries, with their requests. ``gated``:
+    """What to read after the step. ``offset``: all positions lie so many tokens beyond those of the layout.
+    ``head_chunks``: those of attention and queries, with their requests. ``gated``:
     whether any request has gates. ``values``: whether anything is computed from what was gathered. ``masses``: values
     of attention; ``doses``: of steering. mass_entries, gate_entries: ``[n, words of one]``; ``span_words``: what masses
     refer to."""
 
     layout: StepLayout
+    offset: int = 0
     key_chunks: list[KeyChunk] = field(default_factory=list)
     head_chunks: list[tuple[str, RowChunk]] = field(default_factory=list)
     gated: bool = False

@@ -18,7 +18,7 @@ from guard.mia.buffers import AttentionShape, TapBuffers
 from guard.mia.control import Control
 from guard.mia.plan import RequestPlan, RowChunk, StepPlan
 from guard.mia.probes import ProbeBank
-from guard.mia.record import Rows, StepRecord
+from guard.mia.record import Rows, StepCopies
 from guard.mia.results import QKReadout
 from guard.mia.routing import Router
 from guard.mia.row_ring import RowRing
@@ -29,6 +29,9 @@ from guard.mia.tracking import Tracked
 MAX_LOGITS_AT_ONCE = 2**24
 """Attention from many tokens is computed in blocks of so many logits: 64 MiB of float32."""
 
+
+SIDE_BYTES = 2**18
+"""A copy of less is made sooner than another stream is told to make it."""
 
 NOTHING = torch.zeros(0)
 """What a record has in place of a copy, where there is nothing to copy."""
@@ -87,24 +90,49 @@ class Reader:
         self._shard = shard
         self._ring = ring
         self._gathered = GatheredKeys(buffers)
+        # CUDA alone has streams; a CPU's copies are made where they are asked for.
+        self._side = torch.cuda.Stream() if buffers.hidden_pool.is_cuda else None  # type: ignore[no-untyped-call]
+        self._rows_sent: torch.cuda.Event | None = None
         self.keys: KeySource = keys or self._gathered
 
-    def read(self, plan: StepPlan) -> StepRecord | None:
-        """Every rank calls it; the first one gets the record."""
+    def read(self, plan: StepPlan) -> StepCopies | None:
+        """Every rank calls it; the first one gets the copies."""
         self._gathered.keep(plan)
         values, heads = self._values(plan) if plan.values else (NOTHING, _Heads())
         if self._shard.rank != 0:
             return None
-        buffers, sent = self._buffers, plan.layout.sent
-        return StepRecord(
+        buffers = self._buffers
+        hidden, ready = self._send_rows(buffers.hidden_pool[slice(*plan.layout.sent)])
+        return StepCopies(
             plan.layout,
-            hidden=self._ring.put(buffers.hidden_pool[slice(*sent)]) if sent[1] else None,
+            plan.offset,
+            hidden=hidden,
             values=to_host(values) if plan.values else NOTHING,
             doses=to_host(buffers.doses[: plan.doses]) if plan.doses else NOTHING,
             opened_at=to_host(buffers.opened_at) if plan.gated else NOTHING,
             weights={part: to_host(rows) for part, rows in heads.weights.items()},
             queries={part: self._qk_readout(part, *both) for part, both in heads.queries.items()},
+            ready=ready,
         )
+
+    def before_forward(self) -> None:
+        """The pool is about to be written to again."""
+        if self._rows_sent is not None:
+            torch.cuda.current_stream().wait_event(self._rows_sent)
+            self._rows_sent = None
+
+    def _send_rows(self, rows: torch.Tensor) -> tuple[int | None, torch.cuda.Event | None]:
+        """Into the ring: the place there, and when they have arrived, unless that is when the stream gets there. Many
+        bytes go beside the sampler and the next step's first layers, and not before them."""
+        if not len(rows):
+            return None, None
+        if self._side is None or rows.nbytes < SIDE_BYTES:
+            return self._ring.put(rows), None
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            place = self._ring.put(rows)
+        self._rows_sent = self._side.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        return place, self._rows_sent
 
     def _values(self, plan: StepPlan) -> tuple[torch.Tensor, _Heads]:
         """Logits of probes and masses of attention, on every rank those of all, and what gates make of them."""
@@ -130,7 +158,7 @@ class Reader:
         if not (len(masses) or len(gates)):
             return _Tables(self._buffers.control.tensor, 0, 0)
         if len(gates):
-            gates[:, 1] += plan.layout.offset
+            gates[:, 1] += plan.offset
         tables = Control(2, masses.size + gates.size + len(plan.span_words), self._buffers.bank.device)
         tables.begin()
         begin = tables.append(np.asarray(plan.span_words, np.int32))

@@ -57,8 +57,7 @@ class _Steady:
     def advance(self) -> StepPlan:
         self.steps_left -= 1
         self.computed += 1
-        layout = replace(self.plan.layout, offset=self.plan.layout.offset + 1, added={})
-        self.plan = replace(self.plan, layout=layout)
+        self.plan = replace(self.plan, offset=self.plan.offset + 1)
         return self.plan
 
 
@@ -82,7 +81,7 @@ class Router:
         self._host_bytes = 0
         self._free_gates = list(range(len(buffers.opened_at)))
         self._steady: _Steady | None = None
-        self._added: set[str] = set()
+        self._layouts = 0
         self._prompts_read: list[Tracked] = []
         self.requests: dict[str, Tracked] = {}
 
@@ -114,13 +113,11 @@ class Router:
             # One by one: a list of places would have to get to the device first.
             self._buffers.opened_at[place] = SHUT
         self.requests[request_id] = tracked
-        self._added.add(request_id)
 
     def remove(self, request_id: str) -> None:
         tracked = self.requests.pop(request_id, None)
         if tracked is not None:
             self._leave_steady()
-            self._added.discard(request_id)
             self._free_gates.extend(tracked.gates.values())
             self._release_rows(tracked)
             self._release_keys(tracked)
@@ -183,7 +180,7 @@ class Router:
         if not asking:
             self._buffers.control.clear()
             return None
-        plan, filling = StepPlan(StepLayout({})), Filling(self._buffers)
+        plan, filling = StepPlan(StepLayout(0, {})), Filling(self._buffers)
         requests = {id_: self._route(batch, i, self.requests[id_], filling, plan) for i, id_ in asking}
         self._finish(plan, requests, filling)
         self._steady = self._steady_from(batch, [i for i, _ in asking], plan)
@@ -198,13 +195,10 @@ class Router:
         """Send the entries, and say where everything will lie."""
         slots = filling.send()
         probed = any(chunk.columns[1] for one in requests.values() for chunk in one.rows)
-        added = {
-            id_: (self.requests[id_].spec, self.requests[id_].prompt_len) for id_ in requests if id_ in self._added
-        }
-        self._added -= added.keys()
+        self._layouts += 1
         plan.layout = StepLayout(
+            self._layouts,
             requests,
-            added,
             sent=filling.hidden.sent,
             logits=slots * self._probes.outputs if probed else 0,
             outputs=self._probes.outputs,

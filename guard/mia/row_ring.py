@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from guard.mia.step_reading import RingRows
+HEAD_BYTES = 64
+"""Before the first row stands how many rows were ever handed out."""
 
-ALIGNMENT_BYTES = 64
+Places = npt.NDArray[np.int64]
+"""Rows of a ring, counted since it was made."""
 
 
 class OverwrittenError(RuntimeError):
@@ -27,52 +30,51 @@ class OverwrittenError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Slab:
-    """One step's rows in a ring. ``begin``: in bytes since the ring was made."""
+class RingAddress:
+    """Where another process finds a ring. ``path``: of the open file, and behind ``#`` its inode. ``dtype``: of the
+    rows, as torch calls it; ``width``: elements of one."""
 
     path: str
     dtype: str
     width: int
-    row_bytes: int
-    begin: int
 
-    def segment(self, first: int, count: int) -> tuple[int, int]:
-        """Where ``count`` of its rows begin."""
-        return self.begin + first * self.row_bytes, count
+    @property
+    def row_bytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return self.width * dtype.itemsize
 
 
 class RowRing:
-    """The worker's end. The first bytes hold how many bytes were ever handed out, then comes the ring itself."""
+    """The worker's end."""
 
     def __init__(self, capacity_bytes: int, width: int, dtype: torch.dtype, *, pinned: bool) -> None:
-        self._capacity = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self._row_bytes = width * dtype.itemsize
-        self._width = width
-        self._dtype = dtype
-        self._file = os.memfd_create("mia-rows")
-        os.ftruncate(self._file, ALIGNMENT_BYTES + self._capacity)
-        self._memory = mmap.mmap(self._file, ALIGNMENT_BYTES + self._capacity)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._capacity = capacity_bytes // (width * dtype.itemsize)
+        size = HEAD_BYTES + self._capacity * width * dtype.itemsize
+        file = os.memfd_create("mia-rows")
+        os.ftruncate(file, size)
+        memory = mmap.mmap(file, size)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
         if pinned:
             _pin(whole)
-        self._head = np.frombuffer(self._memory, np.uint64, 1)
-        self._bytes = whole[ALIGNMENT_BYTES:]
-        self._path = f"/proc/{os.getpid()}/fd/{self._file}#{os.fstat(self._file).st_ino}"
-        weakref.finalize(self, _release, self._file, whole.data_ptr() if pinned else None)
+        self._head = np.frombuffer(memory, np.int64, 1)
+        self._rows = whole[HEAD_BYTES:].view(dtype).view(self._capacity, width)
+        path = f"/proc/{os.getpid()}/fd/{file}#{os.fstat(file).st_ino}"
+        self.address = RingAddress(path, str(dtype).removeprefix("torch."), width)
+        weakref.finalize(self, _release, file, whole.data_ptr() if pinned else None)
 
-    def put(self, rows: torch.Tensor) -> Slab | None:
-        """Copy rows ``[n, width]`` in, complete once the stream has got there; None when the ring cannot hold them."""
-        size = rows.numel() * self._dtype.itemsize
-        if size > self._capacity:
+    def put(self, rows: torch.Tensor) -> int | None:
+        """Copy rows ``[n, width]`` in, complete once the stream has got there. Returns the place of the first; None
+        when the ring cannot hold them."""
+        if len(rows) > self._capacity:
             return None
         begin = int(self._head[0])
-        if begin % self._capacity + size > self._capacity:
+        if begin % self._capacity + len(rows) > self._capacity:
             begin += self._capacity - begin % self._capacity
         # Before the copy starts: who reads what this one is about to overwrite must see it.
-        self._head[0] = begin + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._head[0] = begin + len(rows)
         place = begin % self._capacity
-        self._bytes[place : place + size].view(self._dtype).view(rows.shape).copy_(rows, non_blocking=True)
-        return Slab(self._path, str(self._dtype).removeprefix("torch."), self._width, self._row_bytes, begin)
+        self._rows[place : place + len(rows)].copy_(rows, non_blocking=True)
+        return begin
 
 
 def _pin(memory: torch.Tensor) -> None:
@@ -91,28 +93,24 @@ def _release(file: int, pinned_address: int | None) -> None:
 class RingReader:
     """The front end's end of one ring. Raises ``OSError`` when the worker is not on this machine, or gone."""
 
-    def __init__(self, path: str) -> None:
-        link, _, inode = path.partition("#")
+    def __init__(self, address: RingAddress) -> None:
+        link, _, inode = address.path.partition("#")
         file = os.open(link, os.O_RDONLY)
         try:
             if os.fstat(file).st_ino != int(inode):
                 raise OSError(errno.ESTALE, "it is another process's by now")
-            self._memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+            memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
         finally:
             os.close(file)
-        self._head = np.frombuffer(self._memory, np.uint64, 1)
-        self._bytes = np.frombuffer(self._memory, np.uint8, offset=ALIGNMENT_BYTES)
+        self._head = np.frombuffer(memory, np.int64, 1)
+        self._dtype: torch.dtype = getattr(torch, address.dtype)
+        self._rows = np.frombuffer(memory, np.uint8, offset=HEAD_BYTES).reshape(-1, address.row_bytes)
 
-    def take(self, rows: RingRows) -> torch.Tensor:
-        """``[rows, width]`` of the ring's dtype, copied. Raises ``OverwrittenError``."""
-        dtype: torch.dtype = getattr(torch, rows.dtype)
-        row_bytes = rows.width * dtype.itemsize
-        out = np.empty((sum(count for _, count in rows.segments), row_bytes), np.uint8)
-        at, capacity = 0, len(self._bytes)
-        for begin, count in rows.segments:
-            place = begin % capacity
-            out[at : at + count] = self._bytes[place : place + count * row_bytes].reshape(count, row_bytes)
-            at += count
-        if any(int(self._head[0]) - begin > capacity for begin, _ in rows.segments):
+    def take(self, places: Places, out: torch.Tensor) -> None:
+        """Copy the rows at ``places`` to ``out``, ``[len(places), width]`` float32. Raises ``OverwrittenError``."""
+        if not len(places):
+            return
+        rows = torch.from_numpy(self._rows[places % len(self._rows)]).view(self._dtype)
+        if int(self._head[0]) - int(places.min()) > len(self._rows):
             raise OverwrittenError("these rows were read too late (max_shared_bytes)")
-        return torch.from_numpy(out).view(dtype)
+        out.copy_(rows)

@@ -13,15 +13,25 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from guard.mia import assembly, frontend
-from guard.mia.assembly import Assembler
+from guard.mia import assembly
+from guard.mia.assembly import Asked
 from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
+from guard.mia.inbox import Inbox, Waiting
 from guard.mia.ops import LEAST_RELATIVE_NORM, MASS_WORDS, MassEntry
 from guard.mia.plan import BatchView, RequestPlan
 from guard.mia.probes import ProbeBank
 from guard.mia.readouts import Reader
-from guard.mia.results import AttentionReadout, HiddenReadout, ProbeReadout, QKReadout, RowsReadout
+from guard.mia.record import RecordWriter
+from guard.mia.results import (
+    AttentionReadout,
+    HiddenReadout,
+    ProbeReadout,
+    QKReadout,
+    Readout,
+    RowsReadout,
+    not_complete,
+)
 from guard.mia.routing import CACHED, NO_HIDDEN_ROWS, Router
 from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE
@@ -368,7 +378,8 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
     router, buffers = make_router(gathers_keys=gathers_keys)
     ring = RowRing(2**16, HIDDEN_SIZE, torch.float32, pinned=False)
     keys = None if gathers_keys else WorldsCache(buffers.query_pool)
-    reader, assembler = Reader(router, buffers, PROBES, ring, keys=keys), Assembler()
+    reader, writer = Reader(router, buffers, PROBES, ring, keys=keys), RecordWriter(ring.address)
+    inbox = Inbox()
     # What an earlier request has left there.
     buffers.sums.fill_(math.nan)
     buffers.opened_at.fill_(0)
@@ -376,17 +387,11 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
     prompt_lens = [prompt_len for _, prompt_len in asked]
     computed = [0] * len(asked)
     slow = {i: Slow(i, spec, length) for i, (spec, length) in enumerate(asked) if spec is not None and spec.asks}
-    got: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    got: dict[int, dict[str, Readout]] = defaultdict(dict)
     reports: dict[int, Any] = {}
     for i, one in slow.items():
         router.add(f"r{i}", one.spec, one.prompt_len)
-
-    def receive(i: int, *, ended: bool) -> None:
-        reading = assembler.reading(f"r{i}", ended=ended)
-        if reading is not None:
-            for name, item in ((reading.prompt or {}) | reading.grown).items():
-                got[i][name].append(frontend._fetched(item))
-            reports[i] = reading.steering or reports.get(i)
+        inbox.add(f"r{i}", Waiting(Asked(one.spec, one.prompt_len, one.prompt_len + 3), None))
 
     for step in steps:
         computed = [0 if step[i] == AGAIN else n for i, n in enumerate(computed)]
@@ -397,21 +402,28 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
         plan = router.fill(batch_view)
         run_step(buffers, batch, computed, slow)
         if plan is not None:
-            assembler.take(reader.read(plan), router.requests)
+            message = writer.message(reader.read(plan))
+            inbox.receive([(message.layout, message.body)])
         for i, length in batch:
             computed[i] += length
             if i in slow:
                 slow[i].end_step(computed[i], bank)
-            if computed[i] >= prompt_lens[i] and assembler.is_due(f"r{i}"):
-                receive(i, ended=False)
-    for i in slow:
-        if slow[i].seen >= prompt_lens[i]:
-            receive(i, ended=True)
+            if i in slow and (items := inbox.prompt(f"r{i}")) is not None:
+                assert computed[i] >= prompt_lens[i]
+                assert got[i] == {}
+                got[i] = items
+    for i, one in slow.items():
+        if one.seen >= one.prompt_len:
+            items, reports[i] = inbox.end(f"r{i}")
+            got[i] |= items
+        else:
+            inbox.forget([f"r{i}"])
+    assert inbox.waiting == {}
 
     for i, one in slow.items():
         assert router.requests[f"r{i}"].failed == {}
         for name, capture in one.spec.captures.items():
-            check_readout(one, capture, got[i][name], bank)
+            check_readout(one, capture, got[i].get(name), bank)
         if one.spec.steer and one.seen >= one.prompt_len:
             for j, report in enumerate(reports[i]):
                 assert report.steered_tokens == one.steered_tokens[j]
@@ -422,16 +434,17 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
     assert sorted(router._free_gates) == list(range(len(buffers.opened_at)))
 
 
-def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Tensor) -> None:
-    """What came of one capture, put together, is the slow walk's; nothing twice, nothing missing that was due."""
-    grows = generates(capture)
-    read = one.wanted(capture, one.seen if grows else one.prompt_len)
-    if one.seen < one.prompt_len or (grows and not parts):
-        assert parts == []
+def check_readout(one: Slow, capture: Capture, item: Readout | None, bank: torch.Tensor) -> None:
+    """What came of one capture is the slow walk's; nothing twice, nothing missing that was due."""
+    if one.seen < one.prompt_len:
+        assert item is None
         return
-    assert grows or len(parts) == 1
-    item = frontend._whole(capture, parts)
+    read = one.wanted(capture, one.seen if generates(capture) else one.prompt_len)
+    assert item is not None
     assert item.status == "complete"
+    if not read and not isinstance(item, QKReadout):
+        assert item == not_complete(capture, "complete", "")
+        return
     if isinstance(item, HiddenReadout):
         np.testing.assert_allclose(item.values, one.stream_at(read[0], item.layer, bank), rtol=1e-4, atol=1e-4)
         assert item.position == read[0]
@@ -450,7 +463,7 @@ def check_readout(one: Slow, capture: Capture, parts: list[Any], bank: torch.Ten
             np.testing.assert_array_equal(queries, np.asarray(rows, np.float32).reshape(queries.shape))
             keys = torch.stack([WORLD.key(one.index, t, layer) for t in range(len(item.keys[layer]))])
             np.testing.assert_array_equal(item.keys[layer], keys.view(-1, SHAPE.key_heads, SHAPE.head_size))
-            assert len(item.keys[layer]) >= (read[-1] + 1 if grows and read else one.prompt_len)
+            assert len(item.keys[layer]) >= (read[-1] + 1 if generates(capture) and read else one.prompt_len)
     else:
         weights = np.zeros((len(read), len(item.heads), max(read[-1] + 1, one.prompt_len)))
         for r, position in enumerate(read):
@@ -495,9 +508,9 @@ def test_a_batch_that_only_decodes_is_routed_once_until_something_changes(monkey
         uploads.append(len(sent) - before)
     # Both prompts, the first step of both, and where the ranges of each end.
     assert uploads == [1, 1, 1, 0, 0, 0, 0, 1, 1, 0]
-    assert plan.layout.offset == 1
+    assert plan.offset == 1
     router.remove("r1")
-    assert router.fill(view([(0, 1)], [12], [3])).layout.offset == 0
+    assert router.fill(view([(0, 1)], [12], [3])).offset == 0
 
 
 def test_tokens_computed_again_after_preemption_are_not_gathered_twice() -> None:
@@ -508,7 +521,7 @@ def test_tokens_computed_again_after_preemption_are_not_gathered_twice() -> None
     for computed, length in ((0, 3), (0, 4), (4, 1), (0, 5), (5, 1)):
         plan = router.fill(view([(0, length)], [computed], [4]))
         chunks = plan.layout.requests["r0"].rows
-        positions += [chunk.start + plan.layout.offset + j for chunk in chunks for j in range(chunk.length)]
+        positions += [chunk.start + plan.offset + j for chunk in chunks for j in range(chunk.length)]
     assert positions == list(range(6))
 
 

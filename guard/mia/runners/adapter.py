@@ -21,7 +21,7 @@ from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.plan import BatchView, StepPlan
 from guard.mia.probes import load_probes
 from guard.mia.readouts import Reader
-from guard.mia.record import StepRecord
+from guard.mia.record import RecordWriter, StepCopies
 from guard.mia.routing import Router
 from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE, HeadShard
@@ -87,6 +87,7 @@ class Adapter:
         shared_bytes = config.max_shared_bytes if config.hidden_layers and shard.rank == 0 else 0
         ring = RowRing(shared_bytes, hidden_size, dtype, pinned=device.type == "cuda")
         self.reader = Reader(self.router, self.buffers, probes, ring, shard)
+        self.writer = RecordWriter(ring.address)
         self._plan: StepPlan | None = None
         self._forwarded = False
         insert(decoder, self.buffers)
@@ -118,14 +119,15 @@ class Adapter:
             self.router.add(request_id, spec, prompt_len)
 
     def before_forward(self, batch: BatchView) -> None:
+        self.reader.before_forward()
         self._plan = self.router.fill(batch)
 
     def before_dummy(self) -> None:
         """A forward pass without requests follows: what the last step filled in would point into its rows."""
         self.router.clear()
 
-    def after_forward(self) -> StepRecord | None:
-        """What the step has read, in copies that are complete when its output is."""
+    def after_forward(self) -> StepCopies | None:
+        """What the step has read."""
         plan, self._plan = self._plan, None
         if plan is None:
             return None

@@ -73,8 +73,8 @@ def _batch_view(runner: GPUModelRunner) -> BatchView:
 
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
     adapter = adapter_of(runner)
-    record = adapter.after_forward() if adapter is not None else None
+    copies = adapter.after_forward() if adapter is not None else None
     output = original(runner, *args, **kwargs)
-    if record is not None:
-        attach(output, record)
+    if adapter is not None and copies is not None:
+        attach(output, adapter.writer.message(copies))
     return output

@@ -5,8 +5,8 @@ Relies on (vLLM 0.29): GPUModelRunner.{load_model, initialize_kv_cache, finish_r
 _dummy_run, sample_tokens, max_num_reqs, max_num_tokens, model, dtype, device, vllm_config, kv_cache_config,
 block_tables}, InputBatch.{req_ids, num_reqs, idx_mapping_np, query_start_loc_np, num_computed_tokens_np,
 num_scheduled_tokens, prefill_len_np}, SchedulerOutput.{scheduled_new_reqs, finished_req_ids},
-NewRequestData.{req_id, sampling_params, prompt_len}, AsyncOutput.model_runner_output, whose ``get_output`` waits for
-all that the stream had to do before; BlockTables.block_tables, by group; a layer's ``kv_cache``, ``[blocks, key heads,
+NewRequestData.{req_id, sampling_params, prompt_len}, AsyncOutput.get_output, which waits for all that the stream had to
+do before; BlockTables.block_tables, by group; a layer's ``kv_cache``, ``[blocks, key heads,
 block size, 2 head_size]``. Without speculation ``num_computed_tokens_np`` is exact, else only an upper bound.
 A runner without configured taps keeps vLLM's methods' cost to one attribute look-up a step.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from guard.mia.patching import wrap
@@ -29,9 +30,14 @@ from guard.mia.taps import UnsupportedModelError
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from guard.mia.paged_keys import LayerCache
+
+
+MESSAGE_ATTRIBUTE = "mia_message"
+"""Name under which a step's output keeps what makes its message, once it is complete."""
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
@@ -53,6 +59,7 @@ def install() -> None:
     wrap(GPUModelRunner, "prepare_inputs", _prepare_inputs)
     wrap(GPUModelRunner, "_dummy_run", dummy_run)
     wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
+    wrap(AsyncOutput, "get_output", _get_output)
 
 
 def _initialize_kv_cache(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
@@ -113,8 +120,16 @@ def _batch_view(batch: InputBatch) -> BatchView:
 
 def _sample_tokens(original: Any, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
     adapter = adapter_of(runner)
-    record = adapter.after_forward() if adapter is not None else None
+    copies = adapter.after_forward() if adapter is not None else None
     output = original(runner, *args, **kwargs)
-    if record is not None:
-        attach(output.model_runner_output, record)
+    if adapter is not None and copies is not None:
+        setattr(output, MESSAGE_ATTRIBUTE, partial(adapter.writer.message, copies))
     return output
+
+
+def _get_output(original: Any, output: AsyncOutput) -> ModelRunnerOutput:
+    """Where vLLM waits for the step, after it has told the device what to do next."""
+    result: ModelRunnerOutput = original(output)
+    if (message := getattr(output, MESSAGE_ATTRIBUTE, None)) is not None:
+        attach(result, message())
+    return result

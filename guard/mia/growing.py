@@ -1,0 +1,48 @@
+"""Residual-stream vectors of one capture while they come: one array that has room for more of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from guard.mia.results import HiddenReadout, RowsReadout
+
+MOST_ROWS_AT_FIRST = 4096
+"""Memory that nothing was written to yet costs nothing, up to what a system that counts it beforehand allows."""
+
+
+@dataclass
+class GrowingRows:
+    """values: ``[capacity, hidden_size]`` float32, of which the first ``len(positions)`` are there."""
+
+    layer: int
+    values: torch.Tensor
+    positions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def expecting(cls, layer: int, rows: int, width: int) -> GrowingRows:
+        """Room for so many rows, or for the first of very many."""
+        return cls(layer, torch.empty(max(1, min(rows, MOST_ROWS_AT_FIRST)), width))
+
+    def next(self, positions: range) -> torch.Tensor:
+        """Where the values of these tokens belong: ``[len(positions), hidden_size]``."""
+        begin = len(self.positions)
+        end = begin + len(positions)
+        if end > len(self.values):
+            grown = torch.empty(max(end, 2 * len(self.values)), self.values.shape[1])
+            grown[:begin] = self.values[:begin]
+            self.values = grown
+        self.positions.extend(positions)
+        return self.values[begin:end]
+
+    @property
+    def size_bytes(self) -> int:
+        return 4 * len(self.positions) * self.values.shape[1]
+
+    def readout(self, *, one: bool) -> HiddenReadout | RowsReadout:
+        """``one``: the capture is of one token."""
+        values = self.values[: len(self.positions)].numpy()
+        if one:
+            return HiddenReadout("complete", self.layer, self.positions[0], None, values[0])
+        return RowsReadout("complete", self.layer, tuple(self.positions), values=values)

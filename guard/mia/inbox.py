@@ -1,0 +1,69 @@
+"""One front end's readouts under way: messages of all its engines in, readouts by request out.
+
+Owns which request belongs to which engine's assembler, and that what has ended leaves nothing behind. Never touches
+vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from guard.mia.assembly import Asked, Assembler
+from guard.mia.record import RecordReader
+from guard.mia.results import Readout, SteeringReport, not_complete
+from guard.mia.spec import generates
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One choice of a request. ``destination``: whoever the readouts go to."""
+
+    asked: Asked
+    destination: Any
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self._reader = RecordReader()
+        self._assemblers: dict[str, Assembler] = {}
+        self._asked: dict[str, Asked] = {}
+        self.waiting: dict[str, Waiting] = {}
+
+    def add(self, request_id: str, waiting: Waiting) -> None:
+        self.waiting[request_id] = waiting
+        self._asked[request_id] = waiting.asked
+
+    def receive(self, posts: Iterable[tuple[bytes | None, bytes]]) -> None:
+        """Layouts, where they are new, and bodies, in the order of the steps of one engine."""
+        for layout, body in posts:
+            ring, record = self._reader.read(layout, body)
+            if (assembler := self._assemblers.get(ring.path)) is None:
+                assembler = self._assemblers[ring.path] = Assembler(ring)
+            assembler.take(record, self._asked)
+
+    def prompt(self, request_id: str) -> dict[str, Readout] | None:
+        """The readouts of a prompt, once, as soon as they are all there."""
+        assembler = self._assembler_of(request_id)
+        return None if assembler is None else assembler.prompt(request_id)
+
+    def end(self, request_id: str) -> tuple[dict[str, Readout], tuple[SteeringReport, ...]]:
+        """What has grown with an answer that has ended, and what steering did. The request is forgotten."""
+        asked = self._asked[request_id]
+        if (assembler := self._assembler_of(request_id)) is not None:
+            items, steering = assembler.end(request_id)
+        else:
+            grown = {name: capture for name, capture in asked.spec.captures.items() if generates(capture)}
+            items, steering = {name: not_complete(capture, "complete", "") for name, capture in grown.items()}, ()
+        self.forget([request_id])
+        return items, steering
+
+    def forget(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self.waiting[request_id], self._asked[request_id]
+        for assembler in self._assemblers.values():
+            assembler.forget(request_ids)
+
+    def _assembler_of(self, request_id: str) -> Assembler | None:
+        return next((one for one in self._assemblers.values() if request_id in one.requests), None)
