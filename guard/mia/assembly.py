@@ -43,7 +43,7 @@ TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
 SETTLE_STEPS = 64
 """After so many records everything is put to its requests."""
 
-SETTLE_BYTES = 2**23
+SETTLE_BYTES = 2**22
 """And after records with so many bytes of rows: what waits in the ring waits for the end of an answer, too."""
 
 

@@ -37,22 +37,26 @@ def span_words(spec: MiaSpec, capture: AttentionCapture) -> list[int]:
 
 def mass_entries(
     buffers: TapBuffers, shard: HeadShard, capture: AttentionCapture, chunk: RowChunk, block_row: int, spans: int
-) -> Iterator[Words]:
-    """``[length, words of one]`` for each of a chunk's heads that this rank has. ``spans``: where its words begin."""
-    layers = sorted(buffers.query)
-    steps = np.arange(chunk.length, dtype=np.int32)
+) -> Words:
+    """``[length * heads that this rank has, words of one]``. ``spans``: where the words of the spans begin."""
+    layers = {layer: number for number, layer in enumerate(sorted(buffers.query))}
+    count = len(capture.spans)
+    firsts, advances = [], []
     for column, (layer, head) in enumerate(capture.heads):
         shape, tap = buffers.attention_shapes[layer], buffers.query[layer]
         local = shard.query_head(head, shape.query_heads)
         if local is None:
             continue
-        entries = np.empty((chunk.length, MASS_WORDS), np.int32)
-        entries[:, 0] = chunk.slots[layer] + steps * len(tap.heads) + tap.heads.index(local)
-        entries[:, 1:4] = layers.index(layer), local // shape.group, block_row
-        entries[:, 4] = chunk.start + steps
-        entries[:, 5:7] = spans, len(capture.spans)
-        entries[:, 7] = chunk.mass + (steps * len(capture.heads) + column) * len(capture.spans)
-        yield entries
+        query, out = chunk.slots[layer] + tap.heads.index(local), chunk.mass + column * count
+        key_head = local // shape.group
+        firsts.append((query, layers[layer], key_head, block_row, chunk.start, spans, count, out))
+        advances.append((len(tap.heads), 0, 0, 0, 1, 0, 0, len(capture.heads) * count))
+    entries: Words = np.asarray(firsts, np.int32).reshape(-1, MASS_WORDS)
+    if chunk.length > 1:
+        steps = np.arange(chunk.length, dtype=np.int32)[:, None, None]
+        advance = np.asarray(advances, np.int32).reshape(-1, MASS_WORDS)
+        entries = (entries + steps * advance).reshape(-1, MASS_WORDS)
+    return entries
 
 
 def gates_on_masses(

@@ -316,7 +316,7 @@ class Router:
                     spans = len(plan.span_words)
                     plan.span_words += span_words(tracked.spec, capture)
                     entries = mass_entries(self._buffers, self._shard, capture, placed[-1], one.block_row, spans)
-                    plan.mass_entries.extend(entries)
+                    plan.mass_entries.append(entries)
                 plan.masses += chunk.length * len(capture.heads) * len(capture.spans)
             plan.gate_entries.extend(gates_on_masses(tracked, capture, name, placed, one, rows.end))
             return placed

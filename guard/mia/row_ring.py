@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -103,14 +104,28 @@ class RingReader:
         finally:
             os.close(file)
         self._head = np.frombuffer(memory, np.int64, 1)
-        self._dtype: torch.dtype = getattr(torch, address.dtype)
-        self._rows = np.frombuffer(memory, np.uint8, offset=HEAD_BYTES).reshape(-1, address.row_bytes)
+        self._rows = _rows_in(memory, address)
 
     def take(self, places: Places, out: torch.Tensor) -> None:
         """Copy the rows at ``places`` to ``out``, ``[len(places), width]`` float32. Raises ``OverwrittenError``."""
-        if not len(places):
-            return
-        rows = torch.from_numpy(self._rows[places % len(self._rows)]).view(self._dtype)
-        if int(self._head[0]) - int(places.min()) > len(self._rows):
+        capacity = len(self._rows)
+        at = places % max(1, capacity)
+        steps = np.diff(at)
+        if len(at) and (steps == steps[:1]).all() and (steps[:1] > 0).all():
+            # As most do: one copy that changes the type on the way.
+            apart = int(steps[0]) if len(steps) else 1
+            out.copy_(self._rows[int(at[0]) : int(at[-1]) + 1 : apart])
+        elif len(at):
+            out.copy_(self._rows[torch.from_numpy(at)])
+        if len(places) and int(self._head[0]) - int(places.min()) > capacity:
             raise OverwrittenError("these rows were read too late (max_shared_bytes)")
-        out.copy_(rows)
+
+
+def _rows_in(memory: mmap.mmap, address: RingAddress) -> torch.Tensor:
+    """``[capacity, width]``, read alone."""
+    data = np.frombuffer(memory, np.uint8, offset=HEAD_BYTES)
+    with warnings.catch_warnings():
+        # torch knows no tensors that cannot be written to; nobody here writes.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        bytes_ = torch.from_numpy(data)
+    return bytes_.view(getattr(torch, address.dtype)).view(-1, address.width)
