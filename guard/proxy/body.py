@@ -57,8 +57,14 @@ class GuardedRequest(Generic[F_co]):
 
     @property
     def texts(self) -> list[Part]:
-        """Every text of the messages."""
-        return [(slot.message, slot.part, slot.text) for slot in self.form.slots(self.fields)]
+        """Every text of the messages, and what else the model may be shown."""
+        slots = [(slot.message, slot.part, slot.text) for slot in self.form.slots(self.fields)]
+        return slots + [(message, -1, text) for message, text in self.form.beside(self.fields)]
+
+    @property
+    def unread(self) -> str:
+        """Why these are not all texts that the model reads; empty when they are."""
+        return self.form.unread(self.fields)
 
     @property
     def wants_usage(self) -> bool:

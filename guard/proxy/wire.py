@@ -7,7 +7,7 @@ stream apart. Never decides anything.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,12 +98,15 @@ class Ending:
 @dataclass(frozen=True)
 class Texts:
     """Requests of one API. ``check`` raises ``InvalidRequestError``; ``roles``: of the messages as the model sees
-    them."""
+    them. ``beside``: what a template may show as well, each with its message's index, negative where it is in none.
+    ``unread``: why the texts are not all that the model reads; empty when they are."""
 
     route: str
     check: Callable[[Fields], None]
     roles: Callable[[Fields], tuple[str, ...]]
     slots: Callable[[Fields], list[Slot]]
+    beside: Callable[[Fields], list[tuple[int, str]]]
+    unread: Callable[[Fields], str]
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,58 @@ def event(data: Fields, name: str | None = None) -> bytes:
     return head + b"data: " + compact(data) + b"\n\n"
 
 
+PART_TEXTS = ("text", "refusal", "thinking")
+NOT_SHOWN = frozenset(("role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "status", "cache_control"))
+"""Fields of messages and their parts that say what they are."""
+
+MEDIA = frozenset(
+    (
+        "image_url", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds", "video_url",
+        "video_embeds", "file", "file_data", "encrypted_content", "signature", "source",
+    )
+)  # fmt: skip
+"""Fields of parts whose text is no text."""
+
+STRUCTURE = frozenset(("content", "tool_calls", "function", "function_call", "summary", "output"))
+"""Fields of messages and their parts that hold parts."""
+
+
+def strings(value: Any, slots: Iterable[Slot] = ()) -> Iterator[str]:
+    """Every string inside, names of fields too, but for what says how a message is built, and for what ``slots``
+    have."""
+    taken = {(id(slot.owner), slot.key) for slot in slots}
+    waiting: list[tuple[Any, bool]] = [(value, True)]
+    while waiting:
+        one, builds = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            waiting += ((inner, builds) for i, inner in enumerate(one) if (id(one), i) not in taken)
+        elif isinstance(one, dict):
+            for key, inner in one.items():
+                if (builds and (key in NOT_SHOWN or key in MEDIA)) or (id(one), key) in taken:
+                    continue
+                if not builds:
+                    yield key
+                waiting.append((inner, builds and key in STRUCTURE))
+
+
+AS_TOKENS = "the prompt is given as tokens, whose text the guard does not have"
+
+AROUND = ("tools", "functions", "documents", "chat_template_kwargs", "suffix")
+"""Fields of a request that templates show outside of all messages."""
+
+
+def around(fields: Fields) -> list[tuple[int, str]]:
+    """Texts of these fields."""
+    return [(-1, text) for name in AROUND for text in strings(fields.get(name))]
+
+
+def all_read(_fields: Fields) -> str:
+    """For APIs whose prompts are always text."""
+    return ""
+
+
 def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot]:
     """Texts of a content that is a text, or a list of parts of which some have one."""
     if isinstance(content, str):
@@ -199,7 +254,7 @@ def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot
         for slot in (
             [Slot(message, i, parts, i)]
             if isinstance(part, str)
-            else [Slot(message, i, part, name) for name in ("text", "refusal") if isinstance(part.get(name), str)]
+            else [Slot(message, i, part, name) for name in PART_TEXTS if isinstance(part.get(name), str)]
             if isinstance(part, dict)
             else []
         )
