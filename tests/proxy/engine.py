@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -220,3 +221,29 @@ async def running(engine: FakeEngine, port: int = 0, tls: ssl.SSLContext | None 
         yield engine
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def process(port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """An engine as a process of its own, for tests that kill it; ready when the block begins."""
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, str(port), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert started.stdout is not None
+        assert await started.stdout.readline() == b"ready\n"
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+async def _serve(port: int) -> None:
+    async with running(FakeEngine(word_delay_s=0.02), port):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1])))
