@@ -164,4 +164,8 @@ def answer_of(response: aiohttp.ClientResponse) -> Answer:
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     """Headers for the client."""
-    return {name.lower(): value for name, value in headers.items() if name.lower() in PASSED_ON and value.isprintable()}
+    return {
+        name.lower(): value
+        for name, value in headers.items()
+        if name.lower() in PASSED_ON and value.isascii() and value.isprintable()
+    }
