@@ -124,7 +124,7 @@ async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
         async with (
-            running_engine(command, say, tick_printer("starting vLLM")),
+            running_engine(command, say, lambda: tick_printer("starting vLLM")),
             _proxy(services, listener) as server,
         ):
             yield Pair(command.url, _url(settings), settings.ledger, server)

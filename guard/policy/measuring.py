@@ -148,12 +148,19 @@ class Steering:
 class Question:
     """What one request asks of the engine. ``known``: scores by key that need no reading, or that cannot be read.
 
-    ``armed``: rules whose gated steering goes with it.
+    ``armed``: rules whose gated steering goes with it. ``steered``: the rule of each vector of the spec.
     """
 
     spec: MiaSpec
     known: Mapping[str, Score]
     armed: tuple[str, ...] = ()
+    steered: tuple[str, ...] = ()
+
+    @property
+    def gated(self) -> dict[str, int]:
+        """Of each rule with a gate one of the spec's vectors that it holds back; its others open with it."""
+        named = enumerate(zip(self.steered, self.spec.steer, strict=True))
+        return {rule: i for i, (rule, steer) in named if steer.gate is not None}
 
     @property
     def reads(self) -> bool:
@@ -206,7 +213,8 @@ def question(
         probes={name: capture for one in steerings for name, capture in one.probes.items()},
         steer=tuple(steer for one in steerings for steer in one.steer),
     )
-    return Question(spec, known, tuple(one.rule for one in steerings))
+    rules = tuple(one.rule for one in steerings)
+    return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer))
 
 
 def _as_detector_named_it(item: Readout, prefix: str) -> Readout:
