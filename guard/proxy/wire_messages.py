@@ -52,7 +52,11 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
                     number += 1
         if role == "user" and blocks and len(results) == len(blocks):
             continue
-        calls = [Slot(number, -1, block, "input") for block in blocks if block.get("type") == "tool_use"]
+        calls = [
+            Slot(number, -1, block, "input")
+            for block in blocks
+            if block.get("type") == "tool_use" and block.get("input")
+        ]
         rest = [block for block in blocks if block not in results]
         yield role, [*text_slots(number, content, message, "content"), *calls], rest
         number += 1
