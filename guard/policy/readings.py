@@ -13,9 +13,7 @@ import unicodedata
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-
-from confusable_homoglyphs import confusables  # type: ignore[import-untyped]
+from functools import cache, lru_cache
 
 PLAIN = re.compile(r"[\t\n\r\x20-\x5b\x5d-\x7e]*")
 """Texts that read in one way only: printable ASCII without a backslash."""
@@ -35,6 +33,9 @@ FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 
 HIDDEN = frozenset(("Cc", "Cf", "Cn", "Co", "Me", "Mn"))
 """Categories of characters that show nothing by themselves; accents are among them."""
+
+MAX_KNOWN_CHARACTERS = 1 << 15
+"""Whose plain form is remembered; there are more than a million, and a client may send them all."""
 
 WORDS_APART = "\t\n\r"
 SMALL_CAPITAL = "LATIN LETTER SMALL CAPITAL "
@@ -140,7 +141,7 @@ def _plain(reading: Reading) -> Reading:
     return Reading("".join(parts) + reading.text[at:], starts, ends)
 
 
-@cache
+@lru_cache(MAX_KNOWN_CHARACTERS)
 def plain_form(character: str) -> str:
     """What one character shows, in ASCII where a letter looks like it; empty when it shows nothing.
 
@@ -167,5 +168,17 @@ def _look_alike(character: str) -> str | None:
     name = unicodedata.name(character, "")
     if name.startswith(SMALL_CAPITAL) and len(letter := name.removeprefix(SMALL_CAPITAL)) == 1:
         return letter.lower()
-    alike = [entry["c"] for entry in confusables.confusables_data.get(character, ())]
-    return next((one for one in alike if len(one) == 1 and one.isascii() and one.isalnum()), None)
+    return _look_alikes().get(character)
+
+
+@cache
+def _look_alikes() -> dict[str, str]:
+    """Characters that look like an ASCII letter or digit. Loaded with the first text that needs it."""
+    from confusable_homoglyphs import confusables  # type: ignore[import-untyped]
+
+    found = {}
+    for character, alike in confusables.confusables_data.items():
+        plain = (entry["c"] for entry in alike if len(entry["c"]) == 1 and entry["c"].isascii())
+        if not character.isascii() and (letter := next((one for one in plain if one.isalnum()), None)):
+            found[character] = letter
+    return found

@@ -93,8 +93,12 @@ def _unread_prompt(fields: Fields) -> str:
 
 
 def _number_of_choices(fields: Fields) -> int:
+    """As the engine reads the field: it takes ``"2"`` and ``2.0`` for a number, too."""
     n = fields.get("n")
-    return n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else 1
+    if isinstance(n, str) and n.isdecimal():
+        return max(1, int(n[:9]))
+    whole = not isinstance(n, bool) and isinstance(n, int | float) and n == int(n)
+    return max(1, int(n)) if whole and n is not None else 1
 
 
 def _pieces(value: Any) -> list[Piece]:

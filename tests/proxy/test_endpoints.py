@@ -338,6 +338,15 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("n", "choices"),
+    [(None, 1), (3, 3), ("3", 3), (3.0, 3), (0, 1), (-2, 1), ("x", 1), (True, 1), (2.5, 1), ([], 1), ("", 1)],
+)
+def test_choices_are_counted_as_the_engine_counts_them(n: Any, choices: int) -> None:
+    request = parsed(CHAT, {"n": n})
+    assert request.form.choices(request.fields) == choices
+
+
 def test_odd_bodies_are_refused_and_never_a_fault() -> None:
     for form in FORMS:
         for odd in (
