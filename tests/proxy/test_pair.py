@@ -253,8 +253,8 @@ async def test_anthropics_client_reads_answers_blocks_and_errors(proxy_url: str,
     assert blocked.value.body["type"] == "error"
     assert blocked.value.body["error"]["code"] == "content_filter"
     assert blocked.value.response.headers["x-guard-rules"] == "injection"
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        await ask(QUESTION, max_tokens=10_000_000)
+    with pytest.raises(anthropic.BadRequestError, match="max_model_len"):
+        await ask(QUESTION, max_tokens=20_000)
     with pytest.raises(anthropic.NotFoundError):
         await ask(QUESTION, model="no-such-model")
 
