@@ -223,7 +223,7 @@ async def test_thousands_of_malformed_bodies_are_refused_or_passed_on_and_nothin
                     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
                     assert PRIVATE not in error["message"]
 
-        # Each a connection of its own: on a machine that stalls, one that is kept may be closed just as it is used again.
+        # Each has a connection of its own: where the machine stalls, a kept one may be closed just as it is used again.
         connector = aiohttp.TCPConnector(limit=CONNECTIONS, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
             await asyncio.gather(*(client(session) for _ in range(CONNECTIONS)))
