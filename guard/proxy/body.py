@@ -58,8 +58,8 @@ class GuardedRequest(Generic[F_co]):
     @property
     def texts(self) -> list[Part]:
         """Every text of the messages, and what else the model may be shown."""
-        slots = [(slot.message, slot.part, slot.text) for slot in self.form.slots(self.fields)]
-        return slots + [(message, -1, text) for message, text in self.form.beside(self.fields)]
+        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
+        return [(slot.message, slot.part, slot.text) for slot in slots]
 
     @property
     def unread(self) -> str:
@@ -77,14 +77,15 @@ class GuardedRequest(Generic[F_co]):
         return replace(self, fields={**self.fields, "model": model})
 
     def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest[F_co]:
-        """The same with the texts of all messages that are meant replaced."""
+        """The same with the texts of all messages that are meant replaced, and what else templates may show of them."""
         fields, roles = copy.deepcopy(self.fields), self.roles
         slots, meant = self.form.slots(fields), places(selectors, roles)
         parts: dict[int, int] = {}
         for slot in slots:
             parts[slot.message] = max(parts.get(slot.message, 0), slot.part + 1)
-        for slot in slots:
-            if meant & {(slot.message, part) for part in (None, slot.part, slot.part - parts[slot.message])}:
+        for slot in [*slots, *self.form.beside(fields)]:
+            places_of = (None,) if slot.part < 0 else (None, slot.part, slot.part - parts[slot.message])
+            if meant & {(slot.message, part) for part in places_of}:
                 slot.replace(replacement)
         return replace(self, fields=fields)
 

@@ -44,7 +44,7 @@ def _slots(fields: Fields) -> list[Slot]:
     return [Slot(0, i, given, i) for i, text in enumerate(given) if isinstance(text, str)]
 
 
-def _beside(fields: Fields) -> list[tuple[int, str]]:
+def _beside(fields: Fields) -> list[Slot]:
     return chat_form.beside(fields) if "messages" in fields else around(fields)
 
 

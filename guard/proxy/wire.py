@@ -18,7 +18,8 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Slot:
-    """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them."""
+    """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them; no
+    part of its content where that is negative."""
 
     message: int
     part: int
@@ -98,14 +99,14 @@ class Ending:
 @dataclass(frozen=True)
 class Texts:
     """Requests of one API. ``check`` raises ``InvalidRequestError``; ``roles``: of the messages as the model sees
-    them. ``beside``: what a template may show as well, each with its message's index, negative where it is in none.
+    them. ``beside``: what a template may show as well; its message's index is negative where it is in none.
     ``unread``: why the texts are not all that the model reads; empty when they are."""
 
     route: str
     check: Callable[[Fields], None]
     roles: Callable[[Fields], tuple[str, ...]]
     slots: Callable[[Fields], list[Slot]]
-    beside: Callable[[Fields], list[tuple[int, str]]]
+    beside: Callable[[Fields], list[Slot]]
     unread: Callable[[Fields], str]
 
 
@@ -207,24 +208,25 @@ STRUCTURE = frozenset(("content", "tool_calls", "function", "function_call", "su
 """Fields of messages and their parts that hold parts."""
 
 
-def strings(value: Any, slots: Iterable[Slot] = ()) -> Iterator[str]:
+def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Slot]:
     """Every string inside, names of fields too, but for what says how a message is built, and for what ``slots``
     have."""
     taken = {(id(slot.owner), slot.key) for slot in slots}
     waiting: list[tuple[Any, bool]] = [(value, True)]
     while waiting:
         one, builds = waiting.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, list):
-            waiting += ((inner, builds) for i, inner in enumerate(one) if (id(one), i) not in taken)
-        elif isinstance(one, dict):
-            for key, inner in one.items():
-                if (builds and (key in NOT_SHOWN or key in MEDIA)) or (id(one), key) in taken:
-                    continue
-                if not builds:
-                    yield key
-                waiting.append((inner, builds and key in STRUCTURE))
+        inside = enumerate(one) if isinstance(one, list) else one.items() if isinstance(one, dict) else ()
+        for key, inner in inside:
+            named = isinstance(key, str)
+            if (builds and named and (key in NOT_SHOWN or key in MEDIA)) or (id(one), key) in taken:
+                continue
+            if named and not builds:
+                # A copy: a name is read, and stays.
+                yield Slot(message, -1, [key], 0)
+            if isinstance(inner, str):
+                yield Slot(message, -1, one, key)
+            else:
+                waiting.append((inner, builds and (not named or key in STRUCTURE)))
 
 
 AS_TOKENS = "the prompt is given as tokens, whose text the guard does not have"
@@ -233,9 +235,10 @@ AROUND = ("tools", "functions", "documents", "chat_template_kwargs", "suffix")
 """Fields of a request that templates show outside of all messages."""
 
 
-def around(fields: Fields) -> list[tuple[int, str]]:
+def around(fields: Fields) -> list[Slot]:
     """Texts of these fields."""
-    return [(-1, text) for name in AROUND for text in strings(fields.get(name))]
+    texts = [Slot(-1, -1, fields, name) for name in AROUND if isinstance(fields.get(name), str)]
+    return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name))]
 
 
 def all_read(_fields: Fields) -> str:

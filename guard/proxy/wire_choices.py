@@ -71,11 +71,11 @@ def _slots_of_message(i: int, message: Fields) -> list[Slot]:
     ]
 
 
-def _beside_messages(fields: Fields) -> list[tuple[int, str]]:
+def _beside_messages(fields: Fields) -> list[Slot]:
     inside = [
-        (i, text)
+        slot
         for i, message in enumerate(fields["messages"])
-        for text in strings(message, _slots_of_message(i, message))
+        for slot in strings(i, message, _slots_of_message(i, message))
     ]
     return [*inside, *around(fields)]
 

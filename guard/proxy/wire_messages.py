@@ -62,9 +62,9 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
         number += 1
 
 
-def _beside(fields: Fields) -> list[tuple[int, str]]:
+def _beside(fields: Fields) -> list[Slot]:
     numbered = enumerate(_messages(fields))
-    return [*((i, text) for i, (_, slots, one) in numbered for text in strings(one, slots)), *around(fields)]
+    return [*(slot for i, (_, slots, one) in numbered for slot in strings(i, one, slots)), *around(fields)]
 
 
 def _pieces(value: Any) -> list[Piece]:

@@ -82,8 +82,8 @@ def _slots(fields: Fields) -> list[Slot]:
     return [slot for _, slots, _, _ in _messages(fields) for slot in slots]
 
 
-def _beside(fields: Fields) -> list[tuple[int, str]]:
-    inside = [(number, text) for _, slots, number, item in _messages(fields) for text in strings(item, slots)]
+def _beside(fields: Fields) -> list[Slot]:
+    inside = [slot for _, slots, number, item in _messages(fields) for slot in strings(number, item, slots)]
     return [*inside, *around(fields)]
 
 

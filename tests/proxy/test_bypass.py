@@ -264,6 +264,27 @@ async def test_a_prompt_in_tokens_is_text_that_was_not_read_and_not_clean(start_
         assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[0].content")
 
 
+IN_TOOLS_OR_ANSWERS = (
+    "a thought", "a refusal", "a reference to a tool", "reasoning of an earlier answer", "arguments of a call",
+    "arguments, escaped", "arguments, JSON in JSON", "arguments that are an object", "the name of a call",
+    "an old kind of call", "a message of a tool", "a block of thoughts", "a block's input",
+    "a tool's result",
+)  # fmt: skip
+
+
+async def test_what_is_redacted_stays_nowhere_in_its_message(start_proxy: StartProxy) -> None:
+    text = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [tool_results, assistant]}")
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        for name in IN_TOOLS_OR_ANSWERS:
+            path, body = PLACES[name]
+            status, headers, _ = await proxy.post(body, path=path)
+            assert (status, headers["x-guard-action"]) == (200, "redact"), name
+            sent = json.dumps(engine.bodies[-1])
+            assert "secret" not in sent, name
+            assert "cret" not in sent, name
+            assert "[removed by a guardrail]" in sent, name
+
+
 ROLES = (
     "user",
     "User",
