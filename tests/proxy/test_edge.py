@@ -88,7 +88,7 @@ async def test_a_malformed_request_is_a_400_in_openais_shape_and_goes_no_further
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_any_bytes_are_a_request_or_a_refusal(raw: bytes) -> None:
     try:
         assert parse_request(chat_form, raw).model
@@ -104,7 +104,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=8), json_values, max_size=5), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_the_engine_gets_every_field_unchanged_but_for_ours(extra: dict[str, Any], ascii_only: bool) -> None:
     fields = {"vllm_xargs": {"other": "x"}, **{f"x_{name}": value for name, value in extra.items()}, **BODY}
     parsed = parse_request(chat_form, json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"))
@@ -115,6 +115,7 @@ def test_the_engine_gets_every_field_unchanged_but_for_ours(extra: dict[str, Any
 
 
 @given(json_values)
+@settings(deadline=None)
 def test_a_deep_or_odd_messages_field_never_raises_anything_else(messages: Any) -> None:
     refusal = None
     try:
