@@ -354,7 +354,8 @@ async def test_an_engine_that_dies_under_load_and_comes_back_costs_answers_and_n
             if broke:
                 assert error_of(body.strip().rsplit(b"data: ", 1)[1])["code"] == "upstream_unavailable"
             answers["upstream_broken" if broke else "completed" if status == 200 else "upstream_unavailable"] += 1
-            assert status in (200, 502)
+            # A machine that stalls may also run into the time limit for connecting.
+            assert status in (200, 502, 503)
             # Not all in step.
             await asyncio.sleep(0.01 * number)
 

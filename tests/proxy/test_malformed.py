@@ -206,7 +206,7 @@ async def test_thousands_of_malformed_bodies_are_refused_or_passed_on_and_nothin
     waiting = from_schema(FROM_SCHEMA) + mutated(COUNT - FROM_SCHEMA)
     number, seen = len(waiting), Counter[str]()
     wrong: list[tuple[int, str, bytes]] = []
-    async with running(FakeEngine()) as engine, start_proxy(engine, RULES) as proxy:
+    async with running(FakeEngine()) as engine, start_proxy(engine, RULES, connect_timeout_s=60) as proxy:
 
         async def client(session: aiohttp.ClientSession) -> None:
             while waiting:
