@@ -76,7 +76,9 @@ class TextDetector(Protocol):
 
     def score_text(self, text: str) -> Score:
         """Score of one text: messages of the prompt, or so much of an answer as there is, its words, its reasoning and
-        each tool call's arguments apart. Raises for nothing that a text may hold."""
+        each tool call's arguments apart. A text that can be read in other ways than it is spelt, with letters of other
+        scripts or nothing between them, is scored once for each way, and the worst counts: write patterns in plain
+        letters. Raises for nothing that a text may hold."""
         ...
 
 

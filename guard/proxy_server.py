@@ -50,12 +50,19 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """The proxy's port, taken before anything slow starts, so that no other program can take it meanwhile."""
+def listening_socket(host: str, port: int, client_timeout_s: float | None = None) -> Iterator[socket.socket]:
+    """The proxy's port, taken before anything slow starts, so that no other program can take it meanwhile.
+
+    client_timeout_s: how long what is sent may wait for a client; then the kernel closes the connection.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only on sockets that say they are TCP; with it on, an answer waits some 40 ms.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if client_timeout_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit it. Counted by the kernel, it ends what an application's own limit would leave behind:
+            # bytes that wait in a socket which nobody reads.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(client_timeout_s * 1000)))
         try:
             listener.bind((host, port))
         except OSError as error:

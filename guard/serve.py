@@ -117,14 +117,14 @@ async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
     engine_url = f"http://{LOOPBACK}:{options.engine_port}"
     settings = load_settings(**{**options.settings, "upstream": engine_url, "config_key": model.config_key})
     command = _engine_command(options, model, settings)
-    with listening_socket(settings.host, settings.port) as listener:
+    with listening_socket(settings.host, settings.port, settings.client_timeout_s) as listener:
         _need_free_port(options.engine_port)
         services = _services(settings)
         if options.model in SOURCES:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
         async with (
-            running_engine(command, say, tick_printer("starting vLLM")),
+            running_engine(command, say, lambda: tick_printer("starting vLLM")),
             _proxy(services, listener) as server,
         ):
             yield Pair(command.url, _url(settings), settings.ledger, server)
@@ -137,7 +137,7 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[Non
     if options.model is not None:
         given["config_key"] = resolve_model(options.model).config_key
     settings = load_settings(**given)
-    with listening_socket(settings.host, settings.port) as listener:
+    with listening_socket(settings.host, settings.port, settings.client_timeout_s) as listener:
         async with _proxy(_services(settings), listener) as server:
             say(f"ready: {_url(settings)}/v1, in front of {', '.join(settings.upstream)} (Ctrl-C ends)")
             yield server

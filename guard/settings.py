@@ -97,6 +97,10 @@ class Settings(BaseSettings):
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Longest time that a client may take to send its body."""
 
+    client_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    """Longest time that a client may take nothing of its answer; then its connection is closed, and vLLM stops. Needs
+    Linux."""
+
     connect_timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Longest time to reach vLLM."""
 

@@ -21,11 +21,13 @@ Tick = Callable[[float], None]
 
 
 class Supervisor:
-    """The engine now running. ``process`` changes with every restart."""
+    """The engine now running. ``process`` changes with every restart. ``ticks``: makes what is told of the time that a
+    start takes, anew for each start."""
 
-    def __init__(self, command: EngineCommand, say: Say) -> None:
+    def __init__(self, command: EngineCommand, say: Say, ticks: Callable[[], Tick]) -> None:
         self.command = command
         self._say = say
+        self._ticks = ticks
         self.process = EngineProcess(command)
 
     async def keep_running(self) -> None:
@@ -41,7 +43,7 @@ class Supervisor:
             await asyncio.sleep(delay_s)
             self.process = EngineProcess(self.command)
             try:
-                taken_s = await self.process.wait_healthy(START_LIMIT_S)
+                taken_s = await self.process.wait_healthy(START_LIMIT_S, self._ticks())
             except EngineError:
                 continue
             self._say(f"the engine is back after {taken_s:.0f} s")
@@ -57,12 +59,12 @@ def backoff() -> Iterator[float]:
 
 
 @contextlib.asynccontextmanager
-async def running_engine(command: EngineCommand, say: Say, on_tick: Tick) -> AsyncIterator[Supervisor]:
+async def running_engine(command: EngineCommand, say: Say, ticks: Callable[[], Tick]) -> AsyncIterator[Supervisor]:
     """A healthy engine that is kept running inside the block. Raises ``EngineError`` when the first start fails."""
-    supervisor = Supervisor(command, say)
+    supervisor = Supervisor(command, say, ticks)
     keeper: asyncio.Task[None] | None = None
     try:
-        await supervisor.process.wait_healthy(START_LIMIT_S, on_tick)
+        await supervisor.process.wait_healthy(START_LIMIT_S, ticks())
         keeper = asyncio.create_task(supervisor.keep_running())
         yield supervisor
     finally:

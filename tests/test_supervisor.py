@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,10 @@ def process_runs(process_id: int) -> bool:
         return False
 
 
+def silent() -> Callable[[float], None]:
+    return lambda _: None
+
+
 async def wait_for(said: list[str], text: str) -> None:
     async with asyncio.timeout(30):
         while not any(text in line for line in said):
@@ -48,7 +53,7 @@ async def wait_for(said: list[str], text: str) -> None:
 
 async def test_a_killed_engine_is_explained_and_started_again(tmp_path: Path) -> None:
     said: list[str] = []
-    async with running_engine(command(tmp_path, HEALTHY_SERVER), said.append, lambda _: None) as engine:
+    async with running_engine(command(tmp_path, HEALTHY_SERVER), said.append, silent) as engine:
         first = engine.process.process_id
         os.kill(first, signal.SIGKILL)
         await wait_for(said, "the engine is back")
@@ -59,10 +64,29 @@ async def test_a_killed_engine_is_explained_and_started_again(tmp_path: Path) ->
     assert not last.alive
 
 
+async def test_every_start_tells_how_long_it_takes_from_its_own_beginning(tmp_path: Path) -> None:
+    said: list[str] = []
+    starts: list[list[float]] = []
+
+    def ticks() -> Callable[[float], None]:
+        starts.append([])
+        return starts[-1].append
+
+    slow = "import time; time.sleep(1.2)\n" + HEALTHY_SERVER
+    async with running_engine(command(tmp_path, slow), said.append, ticks) as engine:
+        os.kill(engine.process.process_id, signal.SIGKILL)
+        await wait_for(said, "the engine is back")
+    assert len(starts) == 2
+    for elapsed_s in starts:
+        assert len(elapsed_s) >= 2
+        assert elapsed_s[0] < 0.5
+        assert elapsed_s == sorted(elapsed_s)
+
+
 async def test_an_engine_that_cannot_start_raises_its_own_error(tmp_path: Path) -> None:
     broken = command(tmp_path, "raise OSError('Address already in use')")
     with pytest.raises(EngineError, match="--engine-port"):
-        async with running_engine(broken, print, lambda _: None):
+        async with running_engine(broken, print, silent):
             pytest.fail("there is no engine to serve with")
 
 

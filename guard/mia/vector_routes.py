@@ -77,6 +77,13 @@ async def evict(name: Name, vectors: Changeable) -> dict[str, Any]:
     return {"object": "mia.vector.deleted", "name": name, "deleted": True}
 
 
+@router.api_route("{rest:path}", methods=["GET", "HEAD", "PUT", "POST", "PATCH", "DELETE"], include_in_schema=False)
+async def nothing_else(rest: str) -> JSONResponse:
+    """Every other path and method below, so that it too is answered in OpenAI's shape."""
+    message = "there is GET /v1/mia/vectors, and PUT and DELETE /v1/mia/vectors/NAME"
+    return refusal(404, "invalid_request_error", "not_found", message)
+
+
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, VectorError)
     return refusal(STATUS[error.refusal], "invalid_request_error", CODE[error.refusal], str(error))

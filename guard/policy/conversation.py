@@ -6,7 +6,7 @@ Owns the words and their meaning. Sees the messages' roles alone, never their te
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from guard.mia.spec import SELECTOR, check_selectors
 
@@ -20,6 +20,12 @@ OPERATORS_ROLES = ("system", "developer")
 """What the operator writes into every request is part of no turn."""
 
 ANSWERING_ROLE = "assistant"
+CLIENTS_ROLES = ("user", *TOOL_ROLES)
+KNOWN_ROLES = frozenset((*OPERATORS_ROLES, *CLIENTS_ROLES, ANSWERING_ROLE))
+"""Roles of OpenAI's API. A client may write any other, and many templates show it: a message of a role that neither
+this list nor the policy has, a stranger, is meant wherever a user's message or a tool's result is, so that no new name
+makes a message nobody's."""
+
 ROLE = re.compile(r"[a-z_]{1,32}")
 MAX_SELECTORS = 16
 """What the aperture takes for one span."""
@@ -36,13 +42,25 @@ def check_message_selectors(name: str, selectors: tuple[str, ...]) -> None:
     check_selectors(name, tuple(one for one in selectors if one not in WORDS))
 
 
-def resolved(selectors: Sequence[str], roles: Sequence[str]) -> tuple[str, ...]:
+def roles_named(selectors: Iterable[str]) -> frozenset[str]:
+    """The roles that selectors name themselves."""
+    matched = (SELECTOR.fullmatch(one) for one in selectors if one not in WORDS)
+    return frozenset(match["role"] for match in matched if match is not None and match["role"] is not None)
+
+
+def any_stranger(roles: Iterable[str]) -> bool:
+    """Whether there is a role that is not one of the API's."""
+    return any(role not in KNOWN_ROLES for role in roles)
+
+
+def resolved(selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None = None) -> tuple[str, ...]:
     """The selectors with each word replaced by what it means among messages of these ``roles``, in order.
 
+    named: roles that the policy has besides the known ones; by default those that the selectors name.
     A turn of more messages than one span can name becomes all messages of the roles in it: more is read, never less.
     Raises ``ConversationError``.
     """
-    plain = [one for selector in selectors for one in _meaning(selector, roles)]
+    plain = _plain(selectors, roles, named)
     if len(plain) > MAX_SELECTORS:
         plain = list(dict.fromkeys(_role_of(one, roles) for one in plain))
         if len(plain) > MAX_SELECTORS:
@@ -52,14 +70,23 @@ def resolved(selectors: Sequence[str], roles: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(plain))
 
 
-def matches(selectors: Sequence[str], roles: Sequence[str]) -> bool:
-    """Whether any message is meant by any of the selectors."""
-    return any(_finds(one, roles) for selector in selectors for one in _meaning(selector, roles))
+def matches(selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None = None) -> bool:
+    """Whether any message is meant by any of the selectors. named: as in ``resolved``."""
+    return any(_finds(one, roles) for one in _plain(selectors, roles, named))
 
 
-def places(selectors: Sequence[str], roles: Sequence[str]) -> set[tuple[int, int | None]]:
-    """Every message that is meant: its index, and of it one part, counted from its first or last, or None for all."""
-    return {place for selector in selectors for one in _meaning(selector, roles) for place in _places(one, roles)}
+def places(
+    selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None = None
+) -> set[tuple[int, int | None]]:
+    """Every message that is meant: its index, and of it one part, counted from its first or last, or None for all.
+    named: as in ``resolved``."""
+    return {place for one in _plain(selectors, roles, named) for place in _places(one, roles)}
+
+
+def _plain(selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None) -> list[str]:
+    known = KNOWN_ROLES | (roles_named(selectors) if named is None else frozenset(named))
+    strangers = frozenset(i for i, role in enumerate(roles) if role not in known)
+    return [one for selector in selectors for one in _meaning(selector, roles, strangers)]
 
 
 def _places(selector: str, roles: Sequence[str]) -> list[tuple[int, int | None]]:
@@ -74,16 +101,28 @@ def _places(selector: str, roles: Sequence[str]) -> list[tuple[int, int | None]]
     return [(i, part) for i in wanted]
 
 
-def _meaning(selector: str, roles: Sequence[str]) -> list[str]:
+def _meaning(selector: str, roles: Sequence[str], strangers: Set[int]) -> list[str]:
     if selector == TOOL_RESULTS:
-        return list(TOOL_ROLES)
+        return [one for role in TOOL_ROLES for one in _with_strangers(role, roles, strangers)]
     if selector not in WORDS:
+        return _with_strangers(selector, roles, strangers)
+    turn = range(_turn_begins(roles), len(roles))
+    if selector == LAST_TURN:
+        meant = [i for i in turn if roles[i] not in OPERATORS_ROLES]
+    else:
+        meant = [i for i in turn if roles[i] in TOOL_ROLES or i in strangers]
+    return [f"message.{i}" for i in meant]
+
+
+def _with_strangers(selector: str, roles: Sequence[str], strangers: Set[int]) -> list[str]:
+    """The selector, or the messages that it means where messages of unknown roles are among them."""
+    match = SELECTOR.fullmatch(selector)
+    if not strangers or match is None or match["role"] not in CLIENTS_ROLES:
         return [selector]
-    return [
-        f"message.{i}"
-        for i in range(_turn_begins(roles), len(roles))
-        if (roles[i] in TOOL_ROLES if selector == NEW_TOOL_RESULTS else roles[i] not in OPERATORS_ROLES)
-    ]
+    meant = [i for i, role in enumerate(roles) if role == match["role"] or i in strangers]
+    meant = {"first": meant[:1], "last": meant[-1:]}.get(match["which"], meant)
+    part = "" if match["part"] is None else f".part.{match['part']}"
+    return [f"message.{i}{part}" for i in meant]
 
 
 def _turn_begins(roles: Sequence[str]) -> int:

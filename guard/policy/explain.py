@@ -6,6 +6,7 @@ Owns the words. Evaluates the policy as the proxy does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from detectors.base import Score
 from guard.policy.engine import CompiledRule, Decision, decide
@@ -34,7 +35,17 @@ def explain_record(entry: Recorded) -> list[str]:
     """What was recorded about a request at the time."""
     chosen = f"assignment {entry.assignment}" if entry.assignment else "the default"
     reason = f"rule {entry.rule}: {entry.reason}" if entry.rule else entry.reason or "no decision"
-    return [f"request {entry.request_id}: policy {entry.policy}, by {chosen}", f"recorded: {entry.action}, {reason}"]
+    return [
+        f"request {entry.request_id}: policy {entry.policy}, by {chosen}",
+        f"recorded: {entry.action}, {reason}",
+        *(f"gate of rule {rule}: {_gate(told)}" for rule, told in entry.gates.items()),
+    ]
+
+
+def _gate(told: Mapping[str, Any]) -> str:
+    if not told.get("opened"):
+        return f"stayed shut{f': {reason}' if (reason := told.get('reason')) else ''}"
+    return f"opened in {told['opened']} of {told.get('choices')} choices, first at token {told.get('first_at')}"
 
 
 def _rule(one: CompiledRule, scores: Mapping[str, Score], decision: Decision) -> str:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from detectors.base import Score
 from guard.mia.results import Readouts
 from guard.policy.bound import BoundPolicy
+from guard.policy.conversation import any_stranger
 from guard.policy.engine import Decision
 from guard.policy.measuring import Measurement, Part, Question, Steering, measurement, question
 from guard.policy.schema import Stage
@@ -42,7 +43,8 @@ class Scores:
 class Judges:
     """``measured``: every detector of either policy once. ``beside``: the shadow's detectors by its own names.
 
-    ``settled``: what is asked of every request alike; None where it depends on the conversation.
+    ``settled``: what is asked of every request alike whose roles are known ones; None where it depends on the
+    conversation.
     """
 
     live: BoundPolicy
@@ -53,7 +55,9 @@ class Judges:
 
     def ask(self, roles: Sequence[str]) -> Question:
         """What to ask the engine for a conversation of messages with these roles."""
-        return self.settled or question(self.measured, roles, self.live.armed)
+        if self.settled is not None and not any_stranger(roles):
+            return self.settled
+        return question(self.measured, roles, self.live.armed)
 
     def ask_alone(self, roles: Sequence[str], reason: str) -> Question:
         """The same for the live policy alone: what only its shadow measures is unavailable, with ``reason``."""
@@ -87,7 +91,7 @@ class Judges:
 
     def read_prompt(self, parts: Sequence[Part], roles: Sequence[str]) -> dict[str, Score]:
         """Scores by key of the detectors that read a prompt's text."""
-        return {one.key: one.score_text(one.in_scope(parts, roles)) for one in self._readers(PROMPT)}
+        return {one.key: one.score_prompt(parts, roles) for one in self._readers(PROMPT)}
 
     def read_answer(self, text: str, stages: Collection[Stage]) -> dict[str, Score]:
         """Scores by key of the detectors that read an answer's text."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 from math import isfinite
 
 from detectors.base import AnyDetector, CapturePlan, Score, TextDetector
 from guard.mia.results import AttentionReadout, Readout, Readouts
 from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, ProbeCapture, Span, Steer, generates
-from guard.policy.conversation import WORDS, ConversationError, matches, places, resolved
+from guard.policy.conversation import WORDS, ConversationError, matches, places, resolved, roles_named
+from guard.policy.readings import other_readings
 from guard.policy.schema import DetectorUse
 
 log = logging.getLogger("guard.policy")
@@ -23,17 +26,20 @@ OUT_OF_SCOPE = "the request has no message in its scope"
 NO_TEXT = "there is no text to read"
 
 Part = tuple[int, int, str]
-"""One text of a conversation: index of its message, number of the part in it, and the text."""
+"""One text of a conversation: index of its message, number of the part in it, and the text. The number is negative for
+what is not a part of its content, and the index for what is in no message."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A detector with its captures under the names in which they travel. ``spans`` may still have words."""
+    """A detector with its captures under the names in which they travel. ``spans`` may still have words. ``named``:
+    roles that its scope and spans name."""
 
     key: str
     detector: AnyDetector
     scope: tuple[str, ...]
     spans: Mapping[str, tuple[str, ...]]
+    named: frozenset[str]
     hidden: Mapping[str, HiddenCapture]
     attention: Mapping[str, AttentionCapture]
 
@@ -52,7 +58,7 @@ class Measurement:
 
     def spans_in(self, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Plain selectors. Raises ``ConversationError``."""
-        return {name: resolved(selectors, roles) for name, selectors in self.spans.items()}
+        return {name: resolved(selectors, roles, self.named) for name, selectors in self.spans.items()}
 
     def score(self, readouts: Readouts) -> Score:
         prefix = f"{self.key}."
@@ -67,15 +73,32 @@ class Measurement:
         return self._checked(lambda: detector.score(own))
 
     def score_text(self, text: str) -> Score:
-        """Of a detector that reads text."""
+        """Of a detector that reads text: the worst of the ways in which it can be read."""
+        return self._worst([text])
+
+    def score_prompt(self, parts: Sequence[Part], roles: Sequence[str]) -> Score:
+        """The same of the texts of a conversation that it is for, one under the other. Templates may also show the
+        parts of one message without anything between them."""
+        meant = places(self.scope, roles, self.named) if self.scope else None
+        here = [one for one in parts if meant is None or (one[0], None) in meant]
+        glued = groupby(enumerate(here), key=lambda one: (one[1][0], 0 if one[1][1] >= 0 else one[0] + 1))
+        shown = ("".join(text for _, (_, _, text) in texts) for _, texts in glued)
+        return self._worst(dict.fromkeys(("\n".join(text for _, _, text in here), "\n".join(shown))))
+
+    def _worst(self, texts: Iterable[str]) -> Score:
         detector = self.detector
         assert isinstance(detector, TextDetector)
-        return self._checked(lambda: detector.score_text(text))
-
-    def in_scope(self, parts: Sequence[Part], roles: Sequence[str]) -> str:
-        """The texts of a conversation that it is for, one under the other."""
-        meant = places(self.scope, roles) if self.scope else None
-        return "\n".join(text for message, _, text in parts if meant is None or (message, None) in meant)
+        scores = []
+        for text in texts:
+            scores.append(self._checked(partial(detector.score_text, text)))
+            for reading in other_readings(text):
+                score = self._checked(partial(detector.score_text, reading.text))
+                spans = {reading.in_original(span) for span in score.spans}
+                scores.append(replace(score, spans=tuple(sorted(span for span in spans if span[0] < span[1]))))
+        if missing := next((one for one in scores if one.status != "scored"), None):
+            return missing
+        worst = max(scores, key=lambda one: one.value if one.value is not None else 0.0)
+        return replace(worst, spans=tuple(dict.fromkeys(span for one in scores for span in one.spans)))
 
     def _checked(self, scored: Callable[[], Score]) -> Score:
         try:
@@ -96,11 +119,13 @@ def measurement(key: str, detector: AnyDetector, use: DetectorUse) -> Measuremen
     if unknown := sorted(use.spans.keys() - plan.spans.keys()):
         have = ", ".join(sorted(plan.spans)) or "none"
         raise ValueError(f"{detector.kind} has no span {unknown[0]!r}; it has {have}")
+    spans = {span: use.spans.get(span, selectors) for span, selectors in plan.spans.items()}
     return Measurement(
         key=key,
         detector=detector,
         scope=use.scope,
-        spans={f"{key}.{span}": use.spans.get(span, selectors) for span, selectors in plan.spans.items()},
+        spans={f"{key}.{span}": selectors for span, selectors in spans.items()},
+        named=roles_named([*use.scope, *(one for selectors in spans.values() for one in selectors)]),
         hidden={f"{key}.{capture}": wanted for capture, wanted in plan.hidden.items()},
         attention={
             f"{key}.{capture}": reading.model_copy(update={"spans": tuple(f"{key}.{span}" for span in reading.spans)})
@@ -123,12 +148,19 @@ class Steering:
 class Question:
     """What one request asks of the engine. ``known``: scores by key that need no reading, or that cannot be read.
 
-    ``armed``: rules whose gated steering goes with it.
+    ``armed``: rules whose gated steering goes with it. ``steered``: the rule of each vector of the spec.
     """
 
     spec: MiaSpec
     known: Mapping[str, Score]
     armed: tuple[str, ...] = ()
+    steered: tuple[str, ...] = ()
+
+    @property
+    def gated(self) -> dict[str, int]:
+        """Of each rule with a gate one of the spec's vectors that it holds back; its others open with it."""
+        named = enumerate(zip(self.steered, self.spec.steer, strict=True))
+        return {rule: i for i, (rule, steer) in named if steer.gate is not None}
 
     @property
     def reads(self) -> bool:
@@ -164,7 +196,7 @@ def question(
     attention: dict[str, AttentionCapture] = {}
     known: dict[str, Score] = {}
     for one in measurements:
-        if roles is not None and one.scope and not matches(one.scope, roles):
+        if roles is not None and one.scope and not matches(one.scope, roles, one.named):
             known[one.key] = Score("not_applicable", reason=OUT_OF_SCOPE)
             continue
         try:
@@ -181,7 +213,8 @@ def question(
         probes={name: capture for one in steerings for name, capture in one.probes.items()},
         steer=tuple(steer for one in steerings for steer in one.steer),
     )
-    return Question(spec, known, tuple(one.rule for one in steerings))
+    rules = tuple(one.rule for one in steerings)
+    return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer))
 
 
 def _as_detector_named_it(item: Readout, prefix: str) -> Readout:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class LedgerReadError(ValueError):
 @dataclass(frozen=True)
 class Recorded:
     """One request. ``scores`` by detector's name, ``by_digest`` by what was measured, the shadow policy's among them.
+    ``gates``: by rule, what the engine told of its gate.
 
     ``digests`` is empty in lines of versions that did not write them; names are then all there is to go by.
     """
@@ -37,6 +38,7 @@ class Recorded:
     scores: Mapping[str, Score]
     digests: Mapping[str, str]
     by_digest: Mapping[str, Score]
+    gates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def policy_name(self) -> str:
@@ -84,6 +86,7 @@ def _parsed(line: str) -> Recorded | None:
             scores=scores,
             digests=dict(entry.get("measured", {})),
             by_digest=by_digest,
+            gates={str(rule): dict(told) for rule, told in entry.get("gates", {}).items()},
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return None

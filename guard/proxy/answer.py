@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -35,7 +35,7 @@ class Whole:
 
     def readouts(self) -> list[Readouts]:
         """All that came beside it."""
-        return [one for event in self.events for one in readouts_of(event)]
+        return _all_of(self.events)
 
 
 class StreamedAnswer:
@@ -68,7 +68,7 @@ class StreamedAnswer:
 
     def readouts(self) -> list[Readouts]:
         """All so far: of the prompt, and of those choices that have ended."""
-        return [one for event in self.events for one in readouts_of(event)]
+        return _all_of(self.events)
 
     def _sorted(self, frames: list[bytes]) -> list[bytes]:
         """The answer's own; the others are kept."""
@@ -82,6 +82,7 @@ class EarlyAnswer:
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._bytes = ByteStream(response.content)
         self._finding: Finding | None = None
+        self._events: tuple[bytes, ...] = ()
 
     async def find(self, *, patient: bool = True) -> Finding:
         if self._finding is None:
@@ -100,7 +101,12 @@ class EarlyAnswer:
             event = json.dumps({"object": EVENT_OBJECT, "readouts": envelope.get("readouts", [])}).encode()
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UpstreamError("the model server's answer cannot be read") from None
-        return Whole(status, headers, await self._bytes.rest(), (event,))
+        self._events = (event,)
+        return Whole(status, headers, await self._bytes.rest(), self._events)
+
+    def readouts(self) -> list[Readouts]:
+        """All that came with the answer itself."""
+        return _all_of(self._events)
 
 
 class PlainAnswer:
@@ -132,6 +138,10 @@ class PlainAnswer:
         await self.find()
         return Whole(self.status, self._headers, self._body or b"", self._events)
 
+    def readouts(self) -> list[Readouts]:
+        """All that came with the answer."""
+        return _all_of(self._events)
+
 
 class Forwarded:
     """Any answer, as its bytes come."""
@@ -150,6 +160,10 @@ class Forwarded:
             yield chunk
 
 
+def _all_of(events: Sequence[bytes]) -> list[Readouts]:
+    return [one for event in events for one in readouts_of(event)]
+
+
 Answer = StreamedAnswer | EarlyAnswer | PlainAnswer
 
 
@@ -164,4 +178,8 @@ def answer_of(response: aiohttp.ClientResponse) -> Answer:
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     """Headers for the client."""
-    return {name.lower(): value for name, value in headers.items() if name.lower() in PASSED_ON and value.isprintable()}
+    return {
+        name.lower(): value
+        for name, value in headers.items()
+        if name.lower() in PASSED_ON and value.isascii() and value.isprintable()
+    }

@@ -57,8 +57,14 @@ class GuardedRequest(Generic[F_co]):
 
     @property
     def texts(self) -> list[Part]:
-        """Every text of the messages."""
-        return [(slot.message, slot.part, slot.text) for slot in self.form.slots(self.fields)]
+        """Every text of the messages, and what else the model may be shown."""
+        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
+        return [(slot.message, slot.part, slot.text) for slot in slots]
+
+    @property
+    def unread(self) -> str:
+        """Why these are not all texts that the model reads; empty when they are."""
+        return self.form.unread(self.fields)
 
     @property
     def wants_usage(self) -> bool:
@@ -71,14 +77,15 @@ class GuardedRequest(Generic[F_co]):
         return replace(self, fields={**self.fields, "model": model})
 
     def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest[F_co]:
-        """The same with the texts of all messages that are meant replaced."""
+        """The same with the texts of all messages that are meant replaced, and what else templates may show of them."""
         fields, roles = copy.deepcopy(self.fields), self.roles
         slots, meant = self.form.slots(fields), places(selectors, roles)
         parts: dict[int, int] = {}
         for slot in slots:
             parts[slot.message] = max(parts.get(slot.message, 0), slot.part + 1)
-        for slot in slots:
-            if meant & {(slot.message, part) for part in (None, slot.part, slot.part - parts[slot.message])}:
+        for slot in [*slots, *self.form.beside(fields)]:
+            places_of = (None,) if slot.part < 0 else (None, slot.part, slot.part - parts[slot.message])
+            if meant & {(slot.message, part) for part in places_of}:
                 slot.replace(replacement)
         return replace(self, fields=fields)
 

@@ -22,7 +22,7 @@ from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judged import block, relay_judged
 from guard.proxy.judging import AnswerJudge
-from guard.proxy.readouts import Finding
+from guard.proxy.readouts import Finding, gate_reports
 from guard.proxy.recording import Handler
 from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
@@ -77,11 +77,15 @@ class _Asking:
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""
         failed = isinstance(answer, PlainAnswer) and answer.failed
-        if failed or not self.judges.judges_answers:
-            await relay(self.exchange, answer, self.request.form.ends)
-            return None
-        judge = AnswerJudge(self.judges, self.asked, finding.readouts, finding.reason)
-        return await relay_judged(self.exchange, self.request, answer, judge, attempts)
+        try:
+            if failed or not self.judges.judges_answers:
+                await relay(self.exchange, answer, self.request.form.ends)
+                return None
+            judge = AnswerJudge(self.judges, self.asked, finding.readouts, finding.reason)
+            return await relay_judged(self.exchange, self.request, answer, judge, attempts)
+        finally:
+            if gated := self.asked.gated:
+                self.exchange.record.gates = gate_reports(gated, answer.readouts())
 
 
 async def _guarded(

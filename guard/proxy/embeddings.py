@@ -20,7 +20,7 @@ from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import EMBEDDINGS, Services
 from guard.proxy.verdict import judge, read_texts
-from guard.proxy.wire import Fields, Slot, Texts
+from guard.proxy.wire import AS_TOKENS, Fields, Slot, Texts, around
 from guard.proxy.wire_choices import chat_form
 
 NOT_READ = Finding(None, "the model is not read while it embeds")
@@ -44,11 +44,23 @@ def _slots(fields: Fields) -> list[Slot]:
     return [Slot(0, i, given, i) for i, text in enumerate(given) if isinstance(text, str)]
 
 
+def _beside(fields: Fields) -> list[Slot]:
+    return chat_form.beside(fields) if "messages" in fields else around(fields)
+
+
+def _unread(fields: Fields) -> str:
+    given = fields.get("input", "")
+    texts = "messages" in fields or isinstance(given, str) or all(isinstance(one, str) for one in given)
+    return "" if texts else AS_TOKENS
+
+
 embeddings_form = Texts(
     route=EMBEDDINGS,
     check=_check,
     roles=lambda fields: chat_form.roles(fields) if "messages" in fields else ("user",),
     slots=_slots,
+    beside=_beside,
+    unread=_unread,
 )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from guard.mia.results import EVENT_OBJECT, Readouts
+from guard.telemetry.record import GateReport
 
 EVENT_START = f'{{"object": "{EVENT_OBJECT}"'.encode()
 """How the aperture writes an event. vLLM's own frames begin with an id, and inside a JSON string quotes are escaped."""
@@ -76,3 +77,19 @@ def split_field(body: bytes) -> tuple[bytes, bytes | None]:
 def most_complete(parsed: Sequence[Readouts]) -> Readouts:
     """Of readouts of one prompt those with the most that is complete."""
     return max(parsed, key=lambda one: sum(item.status == "complete" for item in one.items.values()))
+
+
+def gate_reports(gated: Mapping[str, int], readouts: Sequence[Readouts]) -> dict[str, GateReport]:
+    """By rule, as far as answers that have ended tell. gated: rule -> which steering of the request is its."""
+    ended = [one for one in readouts if one.stage == "final"]
+    told = {rule: [one.steering[i] for one in ended if i < len(one.steering)] for rule, i in gated.items()}
+    return {
+        rule: GateReport(
+            choices=len(reports),
+            opened=sum(one.opened_at is not None for one in reports),
+            first_at=min((one.opened_at for one in reports if one.opened_at is not None), default=None),
+            reason=next((one.reason for one in reports if one.reason), ""),
+        )
+        for rule, reports in told.items()
+        if reports
+    }

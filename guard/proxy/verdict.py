@@ -33,6 +33,8 @@ async def read_texts(judges: Judges, request: GuardedRequest[Texts]) -> TextScor
     late = judges.unread(PROMPT, Score("unavailable", reason="the text was not read in time", timed_out=True))
     if not late:
         return {}
+    if request.unread:
+        return judges.unread(PROMPT, Score("unavailable", reason=request.unread))
     try:
         async with asyncio.timeout(judges.live.hold_s or judges.live.prompt_timeout_s):
             return await asyncio.to_thread(judges.read_prompt, request.texts, request.roles)

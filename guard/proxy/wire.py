@@ -7,7 +7,7 @@ stream apart. Never decides anything.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Slot:
-    """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them."""
+    """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them; no
+    part of its content where that is negative."""
 
     message: int
     part: int
@@ -98,12 +99,15 @@ class Ending:
 @dataclass(frozen=True)
 class Texts:
     """Requests of one API. ``check`` raises ``InvalidRequestError``; ``roles``: of the messages as the model sees
-    them."""
+    them. ``beside``: what a template may show as well; its message's index is negative where it is in none.
+    ``unread``: why the texts are not all that the model reads; empty when they are."""
 
     route: str
     check: Callable[[Fields], None]
     roles: Callable[[Fields], tuple[str, ...]]
     slots: Callable[[Fields], list[Slot]]
+    beside: Callable[[Fields], list[Slot]]
+    unread: Callable[[Fields], str]
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,60 @@ def event(data: Fields, name: str | None = None) -> bytes:
     return head + b"data: " + compact(data) + b"\n\n"
 
 
+PART_TEXTS = ("text", "refusal", "thinking")
+NOT_SHOWN = frozenset(("role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "status", "cache_control"))
+"""Fields of messages and their parts that say what they are."""
+
+MEDIA = frozenset(
+    (
+        "image_url", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds", "video_url",
+        "video_embeds", "file", "file_data", "encrypted_content", "signature", "source",
+    )
+)  # fmt: skip
+"""Fields of parts whose text is no text."""
+
+STRUCTURE = frozenset(("content", "tool_calls", "function", "function_call", "summary", "output"))
+"""Fields of messages and their parts that hold parts."""
+
+
+def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Slot]:
+    """Every string inside, names of fields too, but for what says how a message is built, and for what ``slots``
+    have."""
+    taken = {(id(slot.owner), slot.key) for slot in slots}
+    waiting: list[tuple[Any, bool]] = [(value, True)]
+    while waiting:
+        one, builds = waiting.pop()
+        inside = enumerate(one) if isinstance(one, list) else one.items() if isinstance(one, dict) else ()
+        for key, inner in inside:
+            named = isinstance(key, str)
+            if (builds and named and (key in NOT_SHOWN or key in MEDIA)) or (id(one), key) in taken:
+                continue
+            if named and not builds:
+                # A copy: a name is read, and stays.
+                yield Slot(message, -1, [key], 0)
+            if isinstance(inner, str):
+                yield Slot(message, -1, one, key)
+            else:
+                waiting.append((inner, builds and (not named or key in STRUCTURE)))
+
+
+AS_TOKENS = "the prompt is given as tokens, whose text the guard does not have"
+
+AROUND = ("tools", "functions", "documents", "chat_template_kwargs", "suffix")
+"""Fields of a request that templates show outside of all messages."""
+
+
+def around(fields: Fields) -> list[Slot]:
+    """Texts of these fields."""
+    texts = [Slot(-1, -1, fields, name) for name in AROUND if isinstance(fields.get(name), str)]
+    return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name))]
+
+
+def all_read(_fields: Fields) -> str:
+    """For APIs whose prompts are always text."""
+    return ""
+
+
 def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot]:
     """Texts of a content that is a text, or a list of parts of which some have one."""
     if isinstance(content, str):
@@ -199,7 +257,7 @@ def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot
         for slot in (
             [Slot(message, i, parts, i)]
             if isinstance(part, str)
-            else [Slot(message, i, part, name) for name in ("text", "refusal") if isinstance(part.get(name), str)]
+            else [Slot(message, i, part, name) for name in PART_TEXTS if isinstance(part.get(name), str)]
             if isinstance(part, dict)
             else []
         )

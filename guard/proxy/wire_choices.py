@@ -10,7 +10,20 @@ from functools import partial
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, check_messages, event, text_slots
+from guard.proxy.wire import (
+    AS_TOKENS,
+    Ending,
+    Fields,
+    Form,
+    Piece,
+    Slot,
+    all_read,
+    around,
+    check_messages,
+    event,
+    strings,
+    text_slots,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_CHOICES = 128
@@ -18,7 +31,8 @@ MAX_CHOICES = 128
 
 FINISH = "content_filter"
 DONE_FRAME = b"data: [DONE]\n\n"
-SPOKEN = ("content", "reasoning", "reasoning_content", "refusal")
+THOUGHTS = ("reasoning", "reasoning_content")
+SPOKEN = ("content", *THOUGHTS, "refusal")
 
 
 def _check_prompt(fields: Fields) -> None:
@@ -33,21 +47,37 @@ def _check_prompt(fields: Fields) -> None:
         raise InvalidRequestError("prompt_embeds cannot be guarded", "prompt_embeds")
 
 
+def _check_messages(fields: Fields) -> None:
+    check_messages(fields)
+    for i, message in enumerate(fields["messages"]):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") == "prompt_embeds":
+                raise InvalidRequestError("prompt_embeds cannot be guarded", f"messages[{i}].content")
+
+
 def _slots_of_messages(fields: Fields) -> list[Slot]:
+    return [slot for i, message in enumerate(fields["messages"]) for slot in _slots_of_message(i, message)]
+
+
+def _slots_of_message(i: int, message: Fields) -> list[Slot]:
+    calls = message.get("tool_calls")
+    called = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return [
+        *text_slots(i, message.get("content"), message, "content"),
+        *(Slot(i, -1, message, name) for name in THOUGHTS if isinstance(message.get(name), str)),
+        # Arguments may be JSON in a text, or JSON itself: the engine takes both.
+        *(Slot(i, -1, one, "arguments") for one in called if isinstance(one, dict) and one.get("arguments")),
+    ]
+
+
+def _beside_messages(fields: Fields) -> list[Slot]:
+    inside = [
         slot
         for i, message in enumerate(fields["messages"])
-        for slot in [
-            *text_slots(i, message.get("content"), message, "content"),
-            *(
-                Slot(i, -1, call["function"], "arguments")
-                for call in message.get("tool_calls") or ()
-                if isinstance(call, dict)
-                and isinstance(call.get("function"), dict)
-                and isinstance(call["function"].get("arguments"), str)
-            ),
-        ]
+        for slot in strings(i, message, _slots_of_message(i, message))
     ]
+    return [*inside, *around(fields)]
 
 
 def _slots_of_prompt(fields: Fields) -> list[Slot]:
@@ -57,9 +87,18 @@ def _slots_of_prompt(fields: Fields) -> list[Slot]:
     return [Slot(0, 0, prompt, 0)] if isinstance(prompt[0], str) else []
 
 
+def _unread_prompt(fields: Fields) -> str:
+    prompt = fields["prompt"]
+    return "" if isinstance(prompt, str) or isinstance(prompt[0], str) else AS_TOKENS
+
+
 def _number_of_choices(fields: Fields) -> int:
+    """As the engine reads the field: it takes ``"2"`` and ``2.0`` for a number, too."""
     n = fields.get("n")
-    return n if isinstance(n, int) and not isinstance(n, bool) and n > 0 else 1
+    if isinstance(n, str) and n.isdecimal():
+        return max(1, int(n[:9]))
+    whole = not isinstance(n, bool) and isinstance(n, int | float) and n == int(n)
+    return max(1, int(n)) if whole and n is not None else 1
 
 
 def _pieces(value: Any) -> list[Piece]:
@@ -151,9 +190,11 @@ def _cut(chat: bool, ending: Ending) -> bytes:
 
 chat_form = Form(
     route=CHAT,
-    check=check_messages,
+    check=_check_messages,
     roles=lambda fields: tuple(message["role"] for message in fields["messages"]),
     slots=_slots_of_messages,
+    beside=_beside_messages,
+    unread=all_read,
     choices=_number_of_choices,
     pieces=_pieces,
     parts=_parts,
@@ -167,6 +208,8 @@ completions_form = Form(
     check=_check_prompt,
     roles=lambda fields: ("user",),
     slots=_slots_of_prompt,
+    beside=around,
+    unread=_unread_prompt,
     choices=_number_of_choices,
     pieces=_pieces,
     parts=_parts,

@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, check_messages, event, text_slots
+from guard.proxy.wire import (
+    Ending,
+    Fields,
+    Form,
+    Piece,
+    Slot,
+    all_read,
+    around,
+    check_messages,
+    event,
+    strings,
+    text_slots,
+)
 
 MESSAGES = "/v1/messages"
 SPOKEN = ("text", "thinking", "partial_json")
@@ -18,11 +30,12 @@ BILLING = "x-anthropic-billing-header"
 FINISH = "refusal"
 
 
-def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot]]]:
-    """Role and texts of each message that the model sees: results of tools become messages before their turn's rest."""
+def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
+    """Role, texts and JSON of each message that the model sees: results of tools become messages before their turn's
+    rest."""
     number = 0
     if any(not str(slot.text).startswith(BILLING) for slot in text_slots(0, fields.get("system"), fields, "system")):
-        yield "system", text_slots(0, fields["system"], fields, "system")
+        yield "system", text_slots(0, fields["system"], fields, "system"), None
         number = 1
     for message in fields["messages"]:
         role, content = message["role"], message.get("content")
@@ -30,25 +43,35 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot]]]:
         results = [block for block in blocks if role == "user" and block.get("type") == "tool_result"]
         for block in results:
             shown = block.get("content")
-            yield "tool", text_slots(number, shown, block, "content")
+            yield "tool", text_slots(number, shown, block, "content"), block
             number += 1
             kinds = {one.get("type") for one in shown if isinstance(one, dict)} if isinstance(shown, list) else set()
             for kind, extra in (("image", "user"), ("tool_reference", "tool")):
                 if kind in kinds:
-                    yield extra, []
+                    yield extra, [], None
                     number += 1
         if role == "user" and blocks and len(results) == len(blocks):
             continue
-        calls = [Slot(number, -1, block, "input") for block in blocks if block.get("type") == "tool_use"]
-        yield role, [*text_slots(number, content, message, "content"), *calls]
+        calls = [
+            Slot(number, -1, block, "input")
+            for block in blocks
+            if block.get("type") == "tool_use" and block.get("input")
+        ]
+        rest = [block for block in blocks if block not in results]
+        yield role, [*text_slots(number, content, message, "content"), *calls], rest
         number += 1
+
+
+def _beside(fields: Fields) -> list[Slot]:
+    numbered = enumerate(_messages(fields))
+    return [*(slot for i, (_, slots, one) in numbered for slot in strings(i, one, slots)), *around(fields)]
 
 
 def _pieces(value: Any) -> list[Piece]:
     found: list[tuple[str, Fields, str]] = []
     delta, begun, at = value.get("delta") or {}, value.get("content_block") or {}, value.get("index")
     found += [(f"{at}.{name}", delta, name) for name in SPOKEN]
-    found += [(f"{at}.{name}", begun, name) for name in (*SPOKEN, "name")]
+    found += [(f"{at}.{name}", begun, name) for name in (*SPOKEN, "name", "input")]
     for i, block in enumerate(value.get("content") or ()):
         found += [(f"{i}.{name}", block, name) for name in (*SPOKEN, "name", "input")]
     there = [one for one in found if one[1].get(one[2])]
@@ -104,8 +127,10 @@ def _end(ending: Ending) -> bytes:
 messages_form = Form(
     route=MESSAGES,
     check=check_messages,
-    roles=lambda fields: tuple(role for role, _ in _messages(fields)),
-    slots=lambda fields: [slot for _, slots in _messages(fields) for slot in slots],
+    roles=lambda fields: tuple(role for role, _, _ in _messages(fields)),
+    slots=lambda fields: [slot for _, slots, _ in _messages(fields) for slot in slots],
+    beside=_beside,
+    unread=all_read,
     choices=lambda fields: 1,
     pieces=_pieces,
     parts=_parts,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, event, text_slots
+from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, all_read, around, event, strings, text_slots
 
 RESPONSES = "/v1/responses"
 ELSEWHERE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
@@ -40,15 +40,16 @@ def _check(fields: Fields) -> None:
         raise InvalidRequestError("instructions must be a string", "instructions")
 
 
-def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], int]]:
-    """Role, texts and number of each message that the model sees: the engine joins reasoning and calls of one turn."""
+def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], int, Any]]:
+    """Role, texts, number and item of each message that the model sees: the engine joins reasoning and calls of one
+    turn."""
     number = -1
     if fields.get("instructions"):
         number += 1
-        yield "system", [Slot(number, 0, fields, "instructions")], number
+        yield "system", [Slot(number, 0, fields, "instructions")], number, None
     given = fields["input"]
     if isinstance(given, str):
-        yield "user", [Slot(number + 1, 0, fields, "input")], number + 1
+        yield "user", [Slot(number + 1, 0, fields, "input")], number + 1, None
         return
     before, filled = "", set[str]()
     for item in given:
@@ -58,7 +59,7 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], int]]:
             number, filled = number + 1, set()
         filled.add(kind)
         before = role
-        yield role, text_slots(number, item.get(name), item, name), number
+        yield role, text_slots(number, item.get(name), item, name), number, item
 
 
 def _kind(item: Fields) -> tuple[str, str, str]:
@@ -74,11 +75,16 @@ def _kind(item: Fields) -> tuple[str, str, str]:
 
 
 def _roles(fields: Fields) -> tuple[str, ...]:
-    return tuple({number: role for role, _, number in _messages(fields)}.values())
+    return tuple({number: role for role, _, number, _ in _messages(fields)}.values())
 
 
 def _slots(fields: Fields) -> list[Slot]:
-    return [slot for _, slots, _ in _messages(fields) for slot in slots]
+    return [slot for _, slots, _, _ in _messages(fields) for slot in slots]
+
+
+def _beside(fields: Fields) -> list[Slot]:
+    inside = [slot for _, slots, number, item in _messages(fields) for slot in strings(number, item, slots)]
+    return [*inside, *around(fields)]
 
 
 def _pieces(value: Any) -> list[Piece]:
@@ -183,6 +189,8 @@ responses_form = Form(
     check=_check,
     roles=_roles,
     slots=_slots,
+    beside=_beside,
+    unread=all_read,
     choices=lambda fields: 1,
     pieces=_pieces,
     parts=_parts,

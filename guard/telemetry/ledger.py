@@ -18,10 +18,15 @@ from typing import Any, Literal, Self
 
 log = logging.getLogger("guard.ledger")
 
-Result = Literal["written", "failed", "dropped"]
+Result = Literal["written", "delayed", "failed", "dropped"]
+"""``delayed``: the disk refused an entry at first; it is kept and tried again. ``failed``: it still refused when the
+ledger was closed. ``dropped``: too many waited."""
+
 MAX_QUEUED = 100_000
+RETRY_S = 1.0
 MAX_BATCH = 512
 LOG_EVERY_S = 60.0
+LINE_END = ord("\n")
 
 
 class LedgerError(RuntimeError):
@@ -38,6 +43,7 @@ class Ledger:
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._file: int | None = None
         self._torn = False
+        self._closing = threading.Event()
         self._logged_s = float("-inf")
 
     def __enter__(self) -> Self:
@@ -46,7 +52,8 @@ class Ledger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Write what is queued, then close."""
+        """Write what is queued, then close. What the disk refuses now is lost, and counted."""
+        self._closing.set()
         self._queue.put(None)
         self._thread.join()
         if self._file is not None:
@@ -84,23 +91,42 @@ class Ledger:
         return lines, True
 
     def _write(self, lines: list[bytes]) -> None:
+        """Until they are all in the file; once the ledger is being closed, at most once more."""
+        delayed = False
+        while True:
+            last = self._closing.is_set()
+            lines, why = self._try(lines)
+            if not lines:
+                return
+            if last:
+                return self._report("failed", len(lines), why)
+            if not delayed:
+                self._report("delayed", len(lines), why)
+            delayed = True
+            self._closing.wait(RETRY_S)
+
+    def _try(self, lines: list[bytes]) -> tuple[list[bytes], str]:
+        """Those that are not whole in the file, and why."""
+        # After half a line, the next entry begins on a line of its own.
+        data = (b"\n" if self._torn else b"") + b"".join(lines)
+        sent, why = 0, ""
         try:
             if self._file is None:
                 self._file = _open(self.path)
-            # After half a line, the next entry begins on a line of its own.
-            self._write_all(self._file, (b"\n" if self._torn else b"") + b"".join(lines))
+            while sent < len(data):
+                sent += os.write(self._file, data[sent:])
         except OSError as error:
             self._close_quietly()
-            self._report("failed", len(lines), error.strerror or "an error")
-        else:
-            self._torn = False
-            self._on_result("written", len(lines))
-
-    def _write_all(self, file: int, data: bytes) -> None:
-        while data:
-            count = os.write(file, data)
-            self._torn = True
-            data = data[count:]
+            why = error.strerror or "an error"
+        self._torn = data[sent - 1] != LINE_END if sent else self._torn
+        sent -= len(data) - sum(map(len, lines))
+        whole = 0
+        while whole < len(lines) and sent >= len(lines[whole]):
+            sent -= len(lines[whole])
+            whole += 1
+        if whole:
+            self._on_result("written", whole)
+        return lines[whole:], why
 
     def _close_quietly(self) -> None:
         if self._file is not None:

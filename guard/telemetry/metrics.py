@@ -103,7 +103,8 @@ class Metrics:
         self.in_flight = Gauge("guard_requests_in_flight", "Requests under way.", ("route",), registry=registry)
         self.ledger_entries = Counter(
             "guard_ledger_entries_total",
-            "Ledger entries: written, failed (the disk refused), dropped (too many waited).",
+            "Ledger entries: written, delayed (the disk refused; tried again), failed (it refused to the end), dropped "
+            "(too many waited).",
             ("result",),
             registry=registry,
         )

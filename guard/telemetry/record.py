@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -59,6 +59,17 @@ class Answered:
     attempts: int
 
 
+@dataclass(frozen=True)
+class GateReport:
+    """What a steering rule's gate did in the engine. choices: of how many it was told. opened: in how many it opened.
+    first_at: position of the first token that was steered, None when it stayed shut. reason: why it could not open."""
+
+    choices: int
+    opened: int
+    first_at: int | None
+    reason: str
+
+
 @dataclass
 class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
@@ -79,6 +90,7 @@ class RequestRecord:
     measured: Mapping[str, str] = field(default_factory=dict)
     decision: Decision | None = None
     armed: tuple[str, ...] = ()
+    gates: Mapping[str, GateReport] = field(default_factory=dict)
     shadow: Beside | None = None
     answer: Answered | None = None
     outcome: Outcome = "internal_error"
@@ -144,6 +156,7 @@ class RequestRecord:
             "hits": [_hit(hit) for hit in self.hits],
             "prompt_action": self.decision.action if self.decision else "none",
             "armed": list(self.armed),
+            "gates": {rule: asdict(report) for rule, report in self.gates.items()},
             **_scores(self.scores, self.measured),
             "shadow": _beside(self.shadow) if self.shadow else None,
             "answer": _answered(self.answer, self.measured) if self.answer else None,
@@ -181,6 +194,9 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "hits": "Rules that hit or could not be judged, shadow rules too, each with its reason.",
     "prompt_action": "What the rules for prompts alone decided.",
     "armed": "Rules whose gated steering went with the request: the engine opened it, or not.",
+    "gates": "What the engine told of each gate by its rule, at the end of the answer: choices, in how many it opened, "
+    "first_at (position of the first token that was steered), reason why it could not open. Nothing of a rule whose "
+    "answer did not come to its end.",
     "scores": "Score of each detector; null when there is none.",
     "detectors": "scored, or unavailable or not_applicable and why.",
     "timed_out": "Detectors that are unavailable because their score did not come in time.",

@@ -104,14 +104,22 @@ async def test_files_that_are_no_vectors_and_names_that_are_none_are_refused_and
         for method in ("PUT", "DELETE"):
             status, raw = await server.request(method, f"{VECTORS}/{name}")
             assert status in (400, 404)
-            assert "error" in json.loads(raw) or "detail" in json.loads(raw)
+            assert json.loads(raw)["error"].keys() == {"message", "type", "param", "code"}
+    for method, path in (("GET", "/push"), ("POST", ""), ("PUT", "/push/more"), ("DELETE", "/"), ("PATCH", "/push")):
+        status, raw = await server.request(method, VECTORS + path)
+        assert (status, code(raw)) == (404, "not_found")
     assert await names(server) == ["push"]
     assert await text(server, steer("push"))
 
 
 @pytest.mark.parametrize("key", [None, "another key"])
 async def test_who_has_no_key_sees_and_changes_nothing(server: Server, key: str | None) -> None:
-    for method, path in (("GET", VECTORS), ("PUT", f"{VECTORS}/push"), ("DELETE", f"{VECTORS}/push")):
+    for method, path in (
+        ("GET", VECTORS),
+        ("PUT", f"{VECTORS}/push"),
+        ("DELETE", f"{VECTORS}/push"),
+        ("GET", f"{VECTORS}/a/b"),
+    ):
         assert (await server.request(method, path, key=key))[0] == 401
     assert await names(server) == ["push"]
 

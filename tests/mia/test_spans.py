@@ -58,6 +58,22 @@ def test_texts_that_imitate_the_template_do_not_move_a_span() -> None:
     assert shown(CHATML, CHAT) == [(m["role"], [m["content"]]) for m in CHAT]
 
 
+@pytest.mark.parametrize("template", [CHATML, SYSTEM_IN_USER])
+@pytest.mark.parametrize(
+    "text",
+    ["s\u200be\u200dc\ufeffret", "\u202eterces\u202c", "\u0455\u0435\u0441ret", "s\u0301\u0316e\u0336", "\uff53\uff45",
+     "\U000e0073\U000e0065", "a\u2028b\u2029\u0085c", "\x00\x08", "\u3164", "mia0000000000000000n0p0e", "{{ 1 }}"],
+    ids=ascii,
+)  # fmt: skip
+def test_no_spelling_moves_a_span(template: str, text: str) -> None:
+    chat = [
+        {"role": "system", "content": text},
+        {"role": "user", "content": f"{text} and {text}"},
+        {"role": "tool", "content": text},
+    ]
+    assert shown(template, chat) == [(m["role"], [m["content"]]) for m in chat]
+
+
 def test_trimmed_texts_are_found_trimmed() -> None:
     assert shown(TRIMMING, CHAT) == [(m["role"], [m["content"].strip()]) for m in CHAT]
 

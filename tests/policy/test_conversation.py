@@ -28,6 +28,14 @@ AGENT = ("system", "user", "assistant", "tool", "tool", "assistant", "tool")
         (("last_turn",), ("user", "assistant"), ("message.0", "message.1")),
         (("last_turn",), ("user", "assistant", "user", "assistant", "system"), ("message.2", "message.3")),
         (("last_turn", "message.1"), ("system", "user"), ("message.1",)),
+        # A role that nobody knows may be a user's or a tool's.
+        (("user",), ("system", "user", "human"), ("message.1", "message.2")),
+        (("user.last", "system"), ("system", "user", "User"), ("message.2", "system")),
+        (("user.first.part.-1",), ("ipython", "user"), ("message.0.part.-1",)),
+        (("tool_results",), ("user", "tool", "ipython"), ("message.1", "message.2")),
+        (("new_tool_results",), ("user", "assistant", "ipython"), ("message.2",)),
+        (("assistant",), ("user", "human"), ("assistant",)),
+        (("user", "document"), ("document", "user"), ("user", "document")),
     ],
 )
 def test_a_word_means_the_messages_of_its_kind(
@@ -57,6 +65,9 @@ def test_what_cannot_be_named_is_an_error_and_not_an_empty_span() -> None:
         (("user", "tool"), ("system", "tool"), True),
         (("message.1",), ("user",), False),
         (("last_turn",), ("system",), False),
+        (("user",), ("system", "human"), True),
+        (("new_tool_results",), ("user", "assistant", "Tool"), True),
+        (("system",), ("human",), False),
     ],
 )
 def test_a_scope_holds_when_any_message_is_meant(scope: tuple[str, ...], roles: tuple[str, ...], applies: bool) -> None:

@@ -119,7 +119,7 @@ def test_requests_that_other_policies_judged_can_be_left_out(tmp_path: Path) -> 
 
 def test_lines_of_a_version_that_wrote_no_measurements_are_compared_by_name(tmp_path: Path) -> None:
     entry = json.loads(line(bound(tmp_path), "r1", a=0.95, b=0.1))
-    for field in ("measured", "timed_out", "shadow", "assignment", "armed"):
+    for field in ("measured", "timed_out", "shadow", "assignment", "armed", "gates"):
         del entry[field]
     assert replayed(tmp_path, [json.dumps(entry)], POLICY).unchanged == {"block": 1}
 
@@ -158,6 +158,17 @@ def test_a_request_is_explained_rule_by_rule_with_what_was_recorded(tmp_path: Pa
         "  stop (block, severity 95): hit: a 0.95 >= 0.9 <- decides",
         "  watch (on_error allow): unknown: b unavailable: late",
         "decision: block, by rule stop: a 0.95 >= 0.9",
+    ]
+
+
+def test_what_gates_did_is_explained_as_it_was_recorded(tmp_path: Path) -> None:
+    entry = json.loads(line(bound(tmp_path), "r1", a=0.1, b=0.1))
+    told = {"choices": 3, "opened": 2, "first_at": 12, "reason": ""}
+    entry["gates"] = {"calm": told, "cold": {**told, "opened": 0, "first_at": None, "reason": "no probe"}}
+    (tmp_path / "l.jsonl").write_text(json.dumps(entry) + "\n")
+    assert explain_record(find_request(tmp_path / "l.jsonl", "r1"))[2:] == [
+        "gate of rule calm: opened in 2 of 3 choices, first at token 12",
+        "gate of rule cold: stayed shut: no probe",
     ]
 
 

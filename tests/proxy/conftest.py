@@ -59,6 +59,10 @@ class Proxy:
     engine: FakeEngine
     ledger: Path
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
     async def post(
         self, body: Any = None, headers: dict[str, str] | None = None, *, path: str = "/v1/chat/completions"
     ) -> tuple[int, dict[str, str], bytes]:
@@ -115,8 +119,9 @@ def start_proxy(tmp_path: Path) -> StartProxy:
             "model_configs": tmp_path / "model_configs",
             "ledger": tmp_path / "ledger.jsonl",
         }
-        app = create_app(Settings(**(given | settings)))
-        with listening_socket("127.0.0.1", 0) as listener:
+        made = Settings(**(given | settings))
+        app = create_app(made)
+        with listening_socket("127.0.0.1", 0, made.client_timeout_s) as listener:
             async with serving(app, listener, stopping=Stopping(limit_s=1)):
                 yield Proxy(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, tmp_path / "ledger.jsonl")
 

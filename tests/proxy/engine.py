@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from aiohttp import web
 
-from guard.mia.results import EVENT_OBJECT, HiddenReadout, Readouts, RowsReadout
+from guard.mia.results import EVENT_OBJECT, HiddenReadout, Readouts, RowsReadout, SteeringReport
 
 WORDS = ("The", " answer", " is", " 42", ".")
 
@@ -53,6 +54,7 @@ class FakeEngine:
     frames: list[bytes] | None = None
     body: bytes | None = None
     final_logits: list[float] = field(default_factory=list)
+    gates_open_at: tuple[int | None, ...] = ()
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -91,7 +93,14 @@ class FakeEngine:
         return json.dumps({"object": EVENT_OBJECT, "readouts": [] if self.event == "empty" else [wire]}).encode()
 
     def final_readouts(self) -> list[dict[str, Any]]:
-        """Of the generated tokens, for a detector that is called drift."""
+        """Of the generated tokens, for a detector that is called drift; and of steering."""
+        if steers := (self.specs[-1] or {}).get("steer"):
+            told = [(i, SteeringReport(opened_at=at)) for i, at in enumerate(self.gates_open_at)]
+            choices = [
+                Readouts({}, prompt_tokens=7, choice_index=i, stage="final", steering=(one,) * len(steers))
+                for i, one in told
+            ]
+            return [one.to_wire() for one in choices]
         if not self.final_logits:
             return []
         logit = self.final_logits[min(len(self.bodies), len(self.final_logits)) - 1]
@@ -137,7 +146,7 @@ class FakeEngine:
         await self._sleep(self.event_delay_s)
         await self._sleep(self.answer_delay_s)
         whole = self.body or self.whole(text)
-        if reads or self.final_logits:
+        if reads or self.final_logits or self.gates_open_at:
             event = json.loads(self.event_bytes()) if reads else {"object": EVENT_OBJECT, "readouts": []}
             event["readouts"] += self.final_readouts()
             whole = whole[:-1] + b',"mia":' + json.dumps(event).encode() + b"}"
@@ -220,3 +229,29 @@ async def running(engine: FakeEngine, port: int = 0, tls: ssl.SSLContext | None 
         yield engine
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def process(port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """An engine as a process of its own, for tests that kill it; ready when the block begins."""
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, str(port), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert started.stdout is not None
+        assert await started.stdout.readline() == b"ready\n"
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+async def _serve(port: int) -> None:
+    async with running(FakeEngine(word_delay_s=0.02), port):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1])))

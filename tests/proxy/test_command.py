@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import ssl
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +137,75 @@ async def test_what_does_not_end_in_time_is_ended_with_an_error_and_recorded(tmp
         assert (status, body["error"]["code"]) == (503, "stopping")
         assert await asyncio.wait_for(proxy.process.wait(), 10) == 0
         assert proxy.outcomes() == ["stopped"]
+
+
+async def test_sigterm_under_load_leaves_no_request_without_its_answer_and_its_entry(tmp_path: Path) -> None:
+    """Forty clients that ask again and again: each gets whole answers until it is not let in any more, or an error that
+    says why; and the ledger has exactly those that were let in."""
+    engine = FakeEngine(word_delay_s=0.02)
+    ends: Counter[str] = Counter()
+
+    async def client(proxy: Running, number: int) -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                body = {**BODY, "stream": number % 2 == 0}
+                try:
+                    async with session.post(f"{proxy.url}/v1/chat/completions", json=body) as answer:
+                        raw = await answer.read()
+                except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, ConnectionResetError):
+                    return
+                if answer.status == 503 or b'"code": "stopping"' in raw:
+                    ends["stopped"] += 1
+                    return
+                assert answer.status == 200
+                assert raw == engine.whole() or raw.endswith(b"data: [DONE]\n\n")
+                ends["completed"] += 1
+
+    async with running(engine), guard_proxy(tmp_path, engine, "--set", "drain_timeout_s=2") as proxy:
+        clients = [asyncio.create_task(client(proxy, number)) for number in range(40)]
+        while ends["completed"] < 80:
+            await asyncio.sleep(0.01)
+        proxy.process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(asyncio.gather(*clients), 20)
+        assert await asyncio.wait_for(proxy.process.wait(), 20) == 0
+        assert Counter(proxy.outcomes()) == ends
+        assert len(engine.bodies) == ends["completed"] + ends["stopped"]
+
+
+async def test_a_disk_that_is_full_for_a_while_costs_no_request_and_no_entry(tmp_path: Path) -> None:
+    """The operating system's limit of a file's size stands for the disk's."""
+    engine = FakeEngine()
+    async with running(engine), guard_proxy(tmp_path, engine) as proxy:
+
+        async def ask(count: int) -> None:
+            found = await asyncio.gather(*(proxy.ask("POST", "/v1/chat/completions", json=BODY) for _ in range(count)))
+            assert {status for status, _ in found} == {200}
+
+        async def metric(name: str) -> float:
+            async with aiohttp.ClientSession() as session, session.get(f"{proxy.url}/metrics") as answer:
+                text = (await answer.read()).decode()
+            return float(next(line for line in text.splitlines() if line.startswith(name)).split()[-1])
+
+        await ask(5)
+        while len(proxy.ledger.read_text().splitlines()) < 5:
+            await asyncio.sleep(0.01)
+        _, hard = resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE)
+        full = proxy.ledger.stat().st_size + 100
+        resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, (full, hard))
+        await ask(40)
+        while not await metric('guard_ledger_entries_total{result="delayed"}'):
+            await asyncio.sleep(0.02)
+        assert proxy.ledger.stat().st_size == full
+        assert (await proxy.ask("GET", "/readyz"))[0] == 200
+        resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        async with asyncio.timeout(10):
+            while await metric('guard_ledger_entries_total{result="written"}') < 45:
+                await asyncio.sleep(0.05)
+        assert await metric('guard_ledger_entries_total{result="failed"}') == 0
+        assert await metric('guard_ledger_entries_total{result="dropped"}') == 0
+        # Half of one line is there as well: what the full disk took of it.
+        ids = re.findall(r'^{"time":.*"request_id":"(\w+)".*}$', proxy.ledger.read_text(), re.MULTILINE)
+        assert len(ids) == len(set(ids)) == 45
 
 
 async def test_the_admin_api_needs_an_admin_key_and_shows_and_reloads_what_counts(tmp_path: Path) -> None:

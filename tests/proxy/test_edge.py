@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ from guard.mia.spec import HiddenCapture, MiaSpec
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.wire_choices import chat_form
-from tests.proxy.conftest import BODY, Proxy, StartProxy
+from tests.proxy.conftest import BLOCKED, BODY, Proxy, StartProxy
 from tests.proxy.engine import FakeEngine, running
 
 SPEC = MiaSpec(hidden={"a.h": HiddenCapture(layer=3)})
@@ -87,7 +88,7 @@ async def test_a_malformed_request_is_a_400_in_openais_shape_and_goes_no_further
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_any_bytes_are_a_request_or_a_refusal(raw: bytes) -> None:
     try:
         assert parse_request(chat_form, raw).model
@@ -103,7 +104,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=8), json_values, max_size=5), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_the_engine_gets_every_field_unchanged_but_for_ours(extra: dict[str, Any], ascii_only: bool) -> None:
     fields = {"vllm_xargs": {"other": "x"}, **{f"x_{name}": value for name, value in extra.items()}, **BODY}
     parsed = parse_request(chat_form, json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"))
@@ -114,6 +115,7 @@ def test_the_engine_gets_every_field_unchanged_but_for_ours(extra: dict[str, Any
 
 
 @given(json_values)
+@settings(deadline=None)
 def test_a_deep_or_odd_messages_field_never_raises_anything_else(messages: Any) -> None:
     refusal = None
     try:
@@ -230,17 +232,113 @@ async def test_a_header_cannot_be_injected_through_anything_that_is_echoed(proxy
     writer.close()
 
 
-async def test_two_framings_of_one_body_are_refused(proxy: Proxy) -> None:
-    """Request smuggling: what one server takes as the next request must not be this one's body to another."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    smuggled = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    writer.write(f"{head}content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n{smuggled}".encode())
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
+SMUGGLED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-request-id: smuggled\r\n\r\n"
+LENGTH = str(len(json.dumps(BODY))).encode()
+IN_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(json.dumps(BODY)), json.dumps(BODY).encode())
+FRAMINGS = {
+    "a length and chunks": b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and a length": b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": b"content-length: 0\r\ncontent-length: " + LENGTH + b"\r\n\r\n",
+    "two lengths in one": b"content-length: 0, " + LENGTH + b"\r\n\r\n",
+    "a length with a sign": b"content-length: +" + LENGTH + b"\r\n\r\n",
+    "a negative length": b"content-length: -1\r\n\r\n",
+    "a length in hex": b"content-length: 0x10\r\n\r\n",
+    "a length of 30 digits": b"content-length: " + b"9" * 30 + b"\r\n\r\n",
+    "a space before the colon": b"content-length : " + LENGTH + b"\r\n\r\n",
+    "a name that is folded": b"x-a: b\r\n content-length: 5\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n",
+    "an unknown coding": b"transfer-encoding: xchunked\r\n\r\n" + IN_CHUNKS,
+    "chunked, and then another coding": b"transfer-encoding: chunked, identity\r\n\r\n" + IN_CHUNKS,
+    "a coding with a vertical tab": b"transfer-encoding: \x0bchunked\r\n\r\n" + IN_CHUNKS,
+    "a chunk's size with a sign": b"transfer-encoding: chunked\r\n\r\n+5\r\nhello\r\n0\r\n\r\n",
+    "a chunk's size in the wrong base": b"transfer-encoding: chunked\r\n\r\n0x5\r\nhello\r\n0\r\n\r\n",
+    "a chunk's size beyond 64 bits": b"transfer-encoding: chunked\r\n\r\n" + b"f" * 17 + b"\r\nhello\r\n0\r\n\r\n",
+    "a chunk longer than it says": b"transfer-encoding: chunked\r\n\r\n1\r\nhello\r\n0\r\n\r\n",
+    "NUL in a header": b"x-a: b\x00c\r\ncontent-length: 0\r\n\r\n",
+    "a bare CR in a header": b"x-a: b\rcontent-length: 5\r\n\r\n",
+    "a header without a name": b": b\r\n\r\n",
+    "a header without a colon": b"content-length\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+async def test_two_framings_of_one_body_are_refused(proxy: Proxy, framing: str) -> None:
+    """Request smuggling: what one server takes as the next request must not be this one's body to another. Nothing
+    after a request whose end is in doubt is read as a request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(HEAD + FRAMINGS[framing] + SMUGGLED)
     writer.write_eof()
     answer = await asyncio.wait_for(reader.read(), 5)
-    assert b" 400 " in answer.splitlines()[0]
+    statuses = re.findall(rb"HTTP/1\.1 (\d+) ", answer)
+    assert all(status in (b"400", b"413", b"415") for status in statuses), answer
+    assert b"smuggled" not in answer
     writer.close()
     assert not proxy.engine.bodies
+    assert "smuggled" not in proxy.ledger.read_text()
+
+
+async def test_requests_in_a_row_on_one_connection_are_each_judged(proxy: Proxy) -> None:
+    """A body that looks like a request stays a body."""
+    inside = json.dumps({**BODY, "x": SMUGGLED.decode()}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    for _ in range(3):
+        writer.write(HEAD + b"content-length: %d\r\n\r\n%s" % (len(inside), inside))
+    for _ in range(3):
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        assert await reader.readexactly(int(length[1])) == proxy.engine.whole()
+    writer.close()
+    assert [body["x"] for body in proxy.engine.bodies] == [SMUGGLED.decode()] * 3
+    assert len({entry["request_id"] for entry in await proxy.entries(3)} - {"smuggled"}) == 3
+
+
+INJECTED = ("a\r\nset-cookie: b", "a\nx-guard-action: allow", "a\rb", "a\x00b", "\u2028", "\u560d\u560aset-cookie:b")
+
+
+@pytest.mark.parametrize("value", INJECTED, ids=ascii)
+async def test_no_field_of_a_body_becomes_a_header_of_anybody(start_proxy: StartProxy, value: str) -> None:
+    """Models, users, ids and the engine's own words are a client's, or nobody's, to choose."""
+    engine = FakeEngine(extra_headers={"retry-after": "1", "retry-after-ms": "\u65e5"})
+    async with running(engine), start_proxy(engine) as proxy:
+        body = {**BODY, "model": value, "user": value, "request_id": value, "metadata": {value: value}}
+        status, headers, _ = await proxy.post({**body, "stream": True})
+        assert status == 200
+        assert "set-cookie" not in headers
+        assert headers["x-guard-action"] == "allow"
+        assert headers["x-request-id"].isalnum()
+        (sent,) = engine.headers
+        assert "set-cookie" not in sent
+        assert all(value not in one for one in sent.values())
+        assert (await proxy.entry())["model"] == value
+
+
+TARGETS = {
+    "another host's": "http://attacker.example/v1/chat/completions",
+    "with a query": f"{CHAT}?x=1&guard=off",
+    "with a fragment": f"{CHAT}#/livez",
+    "encoded": "/v1/%63hat/completions",
+    "with a parameter": f"{CHAT};x=1",
+    "with a dot": "/v1/./chat/completions",
+    "with a backslash": "\\v1\\chat\\completions",
+    "with a NUL": "/v1/chat/completions%00",
+    "with a line's end": "/v1/chat/completions%0d%0ax: y",
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+async def test_a_route_is_guarded_or_refused_however_its_path_is_written(start_proxy: StartProxy, target: str) -> None:
+    data = json.dumps(BODY).encode()
+    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine, passed_paths="/v1/score") as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        head = f"POST {TARGETS[target]} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        status = int((await asyncio.wait_for(reader.read(), 5)).split()[1])
+        assert status in (400, 404)
+        writer.close()
+        assert set(engine.paths) <= {CHAT}
+        assert not engine.bodies or "mia" in engine.bodies[0]["vllm_xargs"]
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/metrics"])

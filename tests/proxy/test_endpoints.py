@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -67,6 +68,7 @@ def streams(route: str, words: tuple[str, ...]) -> list[bytes]:
         return [*(frame({"id": "c", "object": "text_completion", "choices": [one]}) for one in parts), END]
     if route == MESSAGES:
         message = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "model": "tiny"}
+        message |= {"stop_reason": None, "usage": {"input_tokens": 7, "output_tokens": 0}}
         values: list[dict[str, Any]] = [
             {"type": "message_start", "message": message},
             {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
@@ -235,6 +237,30 @@ async def test_steering_works_in_every_api(start_proxy: StartProxy, route: str) 
         assert set(engine.specs[1]) == {"steer"}
 
 
+async def test_anthropics_client_reads_refusals_and_streams_that_are_cut(start_proxy: StartProxy) -> None:
+    asked: dict[str, Any] = {**BODIES[MESSAGES]}
+    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine, REFUSING) as proxy:
+        asking = anthropic.AsyncAnthropic(base_url=proxy.url, api_key="unused", max_retries=0).messages
+        refused = await asking.create(**asked)
+        async with asking.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        for message in (refused, streamed):
+            assert [(block.type, getattr(block, "text", "")) for block in message.content] == [("text", "Not this.")]
+            assert message.stop_reason == "refusal"
+    engine = FakeEngine(frames=streams(MESSAGES, LEAK), word_delay_s=0.01)
+    async with running(engine), start_proxy(engine, policy("window")) as proxy:
+        asking = anthropic.AsyncAnthropic(base_url=proxy.url, api_key="unused", max_retries=0).messages
+        async with asking.stream(**asked) as stream:
+            cut = await stream.get_final_message()
+        assert cut.stop_reason == "refusal"
+        assert "".join(block.text for block in cut.content if block.type == "text") in ("The", "The code")
+    async with running(FakeEngine(frames=streams(MESSAGES, LEAK)[:4])) as engine, start_proxy(engine) as proxy:
+        asking = anthropic.AsyncAnthropic(base_url=proxy.url, api_key="unused", max_retries=0).messages
+        with pytest.raises(anthropic.APIError, match="broke off"):
+            async with asking.stream(**asked) as stream:
+                await stream.get_final_message()
+
+
 async def test_a_stream_of_messages_ends_with_a_named_error_when_it_breaks(start_proxy: StartProxy) -> None:
     engine = FakeEngine(frames=streams(MESSAGES, LEAK)[:4])
     async with running(engine), start_proxy(engine) as proxy:
@@ -294,6 +320,8 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     assert request.roles == ("system", "user", "assistant", "tool", "assistant", "assistant", "user")
     assert [(message, text) for message, _, text in request.texts] == [
         (0, "i"), (1, "a"), (2, "b"), (2, "{}"), (2, "{}"), (3, "c"), (4, "d"), (5, "e"), (6, "f"),
+        # Names of tools are shown too.
+        (2, "f"), (2, "g"),
     ]  # fmt: skip
     request = parsed(MESSAGES, {"system": [{"type": "text", "text": "s"}], "messages": [
         {"role": "user", "content": "a"},
@@ -306,8 +334,17 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     ]})  # fmt: skip
     assert request.roles == ("system", "user", "assistant", "tool", "user", "user", "tool")
     assert [(message, text) for message, _, text in request.texts] == [
-        (0, "s"), (1, "a"), (2, '{"x": "b"}'), (3, "c"), (5, "d"), (6, "e"),
+        (0, "s"), (1, "a"), (2, '{"x": "b"}'), (3, "c"), (5, "d"), (6, "e"), (2, "f"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n", "choices"),
+    [(None, 1), (3, 3), ("3", 3), (3.0, 3), (0, 1), (-2, 1), ("x", 1), (True, 1), (2.5, 1), ([], 1), ("", 1)],
+)
+def test_choices_are_counted_as_the_engine_counts_them(n: Any, choices: int) -> None:
+    request = parsed(CHAT, {"n": n})
+    assert request.form.choices(request.fields) == choices
 
 
 def test_odd_bodies_are_refused_and_never_a_fault() -> None:
@@ -322,6 +359,9 @@ def test_odd_bodies_are_refused_and_never_a_fault() -> None:
             [[]],
             [{"role": 1}],
             [{"role": "user", "content": [None, {"text": 1}]}],
+            [{"role": "assistant", "content": [{"type": "tool_use"}, {"type": "tool_result"}]}],
+            [{"role": "user", "content": [{"type": "tool_result"}, {"type": "tool_use", "input": None}]}],
+            [{"role": "assistant", "tool_calls": [None, {}, {"function": 1}, {"function": {"arguments": 1}}]}],
         ):
             for name in ("messages", "prompt", "input", "system", "instructions"):
                 body = json.dumps({**BODIES[form.route], name: odd}).encode()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable
+from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,11 +19,19 @@ import pytest
 
 from guard.machine import free_port
 from guard.mia.results import EVENT_OBJECT
-from tests.proxy.conftest import BLOCKED, BODY, IMPATIENT, Proxy, StartProxy, eventually
-from tests.proxy.engine import FakeEngine, running
+from guard.proxy.keys import Limits, NewKey, create_key
+from tests.proxy.conftest import BLOCKED, BODY, IMPATIENT, POLICY, Proxy, StartProxy, eventually
+from tests.proxy.engine import FakeEngine, process, running
 
 STREAM = {**BODY, "stream": True}
 both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+def raw_request(body: dict[str, Any]) -> bytes:
+    """A request as it is on the wire."""
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
 def error_of(body: bytes) -> dict[str, Any]:
@@ -216,6 +229,77 @@ async def test_a_client_that_never_ends_its_body_is_refused(start_proxy: StartPr
         writer.close()
 
 
+async def test_a_client_that_takes_nothing_is_left_and_its_request_closed(start_proxy: StartProxy) -> None:
+    """Among others that read: eight that send and never look, and none of them costs the rest anything."""
+    flood = FakeEngine(scripts=[("x" * 200_000,) * 60], word_delay_s=0.001)
+    async with running(flood) as engine, start_proxy(engine, client_timeout_s=0.5) as proxy:
+        stuck = [await asyncio.open_connection("127.0.0.1", proxy.port, limit=1024) for _ in range(8)]
+        for _, writer in stuck:
+            writer.write(raw_request(STREAM))
+        await eventually(lambda: engine.open == 8)
+        status, _, body = await proxy.post(STREAM)
+        assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        await eventually(lambda: engine.open == 0, limit_s=20)
+        outcomes = Counter(entry["outcome"] for entry in await proxy.entries(9))
+        assert outcomes == {"client_gone": 8, "completed": 1}
+        for _, writer in stuck:
+            writer.transport.abort()
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_its_answer(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(scripts=[("x" * 100_000,) * 60])
+    async with running(engine), start_proxy(engine, client_timeout_s=1.0) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port, limit=65_536)
+        writer.write(raw_request(STREAM))
+        size, piece, began_s = 0, b"", time.monotonic()
+        while not piece.endswith(b"0\r\n\r\n"):
+            piece = await reader.read(400_000)
+            size += len(piece)
+            await asyncio.sleep(0.1)
+        assert size > 6_000_000
+        assert time.monotonic() - began_s > 1.2
+        writer.close()
+        assert (await proxy.entry())["outcome"] == "completed"
+
+
+async def test_a_client_that_closes_its_side_when_it_has_asked_counts_as_gone(proxy: Proxy) -> None:
+    """A half-closed connection: nothing tells it from a client that leaves."""
+    proxy.engine.answer_delay_s = None
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(raw_request(STREAM))
+    assert b" 200 " in await reader.readline()
+    writer.write_eof()
+    await eventually(lambda: proxy.engine.open == 0)
+    assert (await proxy.entry())["outcome"] == "client_gone"
+    writer.close()
+
+
+async def test_a_stream_of_the_engine_that_is_half_closed_ends_with_an_error(start_proxy: StartProxy) -> None:
+    """vLLM's side is shut in an orderly way: in a frame, between two, and before the first."""
+    both_frames, port = b"".join(FakeEngine().frame(word) for word in ("one", " two")), free_port()
+    parts = [(both_frames[:-9], 200), (both_frames, 200), (b"", 502), (b"data: {", 502)]
+    left = [part for part, _ in parts]
+    async with start_proxy(FakeEngine(url=f"http://127.0.0.1:{port}")) as proxy:
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+            writer.write(head + left.pop(0))
+            await writer.drain()
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", port):
+            for _, status in parts:
+                got, _, body = await proxy.post(STREAM)
+                assert got == status
+                assert error_of(body.strip().rsplit(b"data: ", 1)[-1])["code"] == "upstream_unavailable"
+        assert [entry["outcome"] for entry in await proxy.entries(4)] == ["upstream_broken"] * 2 + [
+            "upstream_unavailable"
+        ] * 2
+
+
 async def test_requests_under_way_when_the_proxy_stops_are_told_and_recorded(start_proxy: StartProxy) -> None:
     engine = FakeEngine(answer_delay_s=None)
     async with running(engine):
@@ -252,6 +336,146 @@ async def test_many_requests_of_every_kind_leave_no_connection_and_no_gap_in_the
     entries = await proxy.entries(60)
     assert len({entry["request_id"] for entry in entries}) == 60
     assert b'guard_requests_in_flight{route="/v1/chat/completions"} 0.0' in (await proxy.get("/metrics"))[2]
+
+
+async def test_an_engine_that_dies_under_load_and_comes_back_costs_answers_and_no_entry(
+    start_proxy: StartProxy,
+) -> None:
+    port, asked, ended = free_port(), 0, asyncio.Event()
+    answers: Counter[str] = Counter()
+
+    async def client(proxy: Proxy, number: int) -> None:
+        nonlocal asked
+        stream = number % 2 == 0
+        while not ended.is_set():
+            asked += 1
+            status, _, body = await proxy.post({**BODY, "stream": stream})
+            broke = status == 200 and stream and not body.endswith(b"data: [DONE]\n\n")
+            if broke:
+                assert error_of(body.strip().rsplit(b"data: ", 1)[1])["code"] == "upstream_unavailable"
+            answers["upstream_broken" if broke else "completed" if status == 200 else "upstream_unavailable"] += 1
+            # A machine that stalls may also run into the time limit for connecting.
+            assert status in (200, 502, 503)
+            # Not all in step.
+            await asyncio.sleep(0.01 * number)
+
+    async with start_proxy(FakeEngine(url=f"http://127.0.0.1:{port}")) as proxy:
+        clients = [asyncio.create_task(client(proxy, i)) for i in range(12)]
+        for _ in range(2):
+            async with process(port) as engine:
+                done = answers["completed"]
+                await eventually(lambda done=done: answers["completed"] > done + 20, limit_s=20)  # type: ignore[misc]
+                engine.kill()
+                await engine.wait()
+            failed = answers["upstream_unavailable"]
+            await eventually(lambda failed=failed: answers["upstream_unavailable"] > failed + 20)  # type: ignore[misc]
+        async with running(FakeEngine(), port):
+            ended.set()
+            await asyncio.gather(*clients)
+            assert (await proxy.post(STREAM))[0] == 200
+        entries = await proxy.entries(asked + 1)
+        assert len(entries) == asked + 1
+        assert Counter(entry["outcome"] for entry in entries) == answers + Counter(completed=1)
+        assert answers["completed"]
+        assert answers["upstream_unavailable"]
+        assert answers["upstream_broken"]
+        assert b'guard_requests_in_flight{route="/v1/chat/completions"} 0.0' in (await proxy.get("/metrics"))[2]
+
+
+@both
+async def test_many_requests_to_a_hung_engine_end_in_time_and_the_next_is_answered(
+    start_proxy: StartProxy, stream: bool
+) -> None:
+    engine = FakeEngine(event_delay_s=None)
+    async with running(engine), start_proxy(engine, read_timeout_s=0.5) as proxy:
+        began_s = time.monotonic()
+        found = await asyncio.gather(*(proxy.post({**BODY, "stream": stream}) for _ in range(30)))
+        assert Counter(status for status, _, _ in found) == {504: 30}
+        assert time.monotonic() - began_s < 10
+        await eventually(lambda: engine.open == 0)
+        engine.event_delay_s = 0.0
+        assert (await proxy.post({**BODY, "stream": stream}))[0] == 200
+        outcomes = Counter(entry["outcome"] for entry in await proxy.entries(31))
+        assert outcomes == {"upstream_unavailable": 30, "completed": 1}
+
+
+async def test_policy_files_that_are_broken_under_load_change_nothing_for_anybody(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    file, ended, seen = tmp_path / "policy.yaml", asyncio.Event(), list[tuple[int, str, str]]()
+
+    async def client(proxy: Proxy) -> None:
+        while not ended.is_set():
+            status, headers, _ = await proxy.post()
+            seen.append((status, headers["x-guard-rules"], headers["x-guard-policy"]))
+
+    async def told(proxy: Proxy, wanted: str) -> None:
+        async with asyncio.timeout(20):
+            while json.loads((await proxy.get("/readyz"))[2])["policies_reload"] != wanted:
+                await asyncio.sleep(0.02)
+
+    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine) as proxy:
+        clients = [asyncio.create_task(client(proxy)) for _ in range(6)]
+        label = (await proxy.post())[1]["x-guard-policy"]
+        for broken in ("version: 1\nname: [", "", POLICY.replace("at_least: 0.9", "at_least: no_such"), "\x00\xff"):
+            file.write_text(broken, encoding="latin-1")
+            await told(proxy, "failed")
+        file.unlink()
+        await asyncio.sleep(0.1)
+        assert (await proxy.post())[1]["x-guard-policy"] == label
+        file.write_text(POLICY.replace("name: stop", "name: halt"))
+        await told(proxy, "ok")
+        before = len(seen)
+        await eventually(lambda: len(seen) > before + 20, limit_s=20)
+        ended.set()
+        await asyncio.gather(*clients)
+        assert {status for status, _, _ in seen} == {400}
+        assert {(rules, policy == label) for _, rules, policy in seen} == {("stop,watch", True), ("halt,watch", False)}
+        assert {rules for _, rules, _ in seen[before + 6 :]} == {"halt,watch"}
+        assert len(await proxy.entries(len(seen) + 2)) == len(seen) + 2
+
+
+@pytest.mark.parametrize("jump_s", [-86_400.0, 86_400.0])
+async def test_a_clock_that_jumps_moves_no_limit_no_deadline_and_no_duration(
+    start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    class Jumped(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Jumped:
+            moment = datetime.now(tz) + timedelta(seconds=jump_s)
+            return cls.fromtimestamp(moment.timestamp(), tz)
+
+    file, engine = tmp_path / "keys.yaml", FakeEngine(answer_delay_s=0.5)
+    key = {"authorization": f"Bearer {create_key(file, NewKey(limits=Limits(requests_per_s=0.1)))[0]}"}
+    other = {"authorization": f"Bearer {create_key(file, NewKey())[0]}"}
+    async with running(engine), start_proxy(engine, keys=file, read_timeout_s=30) as proxy:
+        under_way = asyncio.create_task(proxy.post(STREAM, key))
+        await eventually(lambda: engine.open == 1)
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+        for module in ("guard.telemetry.record", "guard.proxy.key_store"):
+            monkeypatch.setattr(f"{module}.datetime", Jumped)
+        assert (await under_way)[0] == 200
+        status, headers, _ = await proxy.post(STREAM, key)
+        assert status == 429
+        assert int(headers["retry-after"]) <= 10
+        assert (await proxy.post(STREAM, other))[0] == 200
+        # A policy that is written now has another time than the clock said before.
+        (tmp_path / "policy.yaml").write_text(POLICY.replace("name: stop", "name: halt"))
+        os.utime(tmp_path / "policy.yaml", (real() + jump_s, real() + jump_s))
+        engine.logit = BLOCKED
+        async with asyncio.timeout(20):
+            while (await proxy.post(STREAM, other))[1].get("x-guard-rules") != "halt,watch":
+                await asyncio.sleep(0.05)
+        entries = await proxy.entries(4)
+        assert [entry["outcome"] for entry in entries[:3]] == ["completed", "refused", "completed"]
+        for entry in entries:
+            assert all(0 <= ms < 20_000 for ms in entry["timings_ms"].values() if ms is not None)
+        moved_s = [
+            (datetime.fromisoformat(later["time"]) - datetime.fromisoformat(entries[0]["time"])).total_seconds()
+            for later in entries[1:]
+        ]
+        assert all(abs(moved - jump_s) < 60 for moved in moved_s)
 
 
 async def test_a_fault_of_the_proxy_is_a_500_whose_log_quotes_nothing(

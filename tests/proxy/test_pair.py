@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 
@@ -217,3 +218,52 @@ async def ledger_entry(path: Path, request_id: str) -> dict[str, Any]:
                 if entry["request_id"] == request_id:
                     return entry
             await asyncio.sleep(0.02)
+
+
+@both
+async def test_anthropics_client_reads_answers_blocks_and_errors(proxy_url: str, stream: bool) -> None:
+    """The official one, as its users write it."""
+    client = anthropic.AsyncAnthropic(base_url=proxy_url, api_key="unused", max_retries=0)
+
+    async def ask(text: str, **more: Any) -> anthropic.types.Message:
+        asked: dict[str, Any] = {
+            "model": MODEL, "max_tokens": 24, "system": "You are a helpful assistant.",
+            "messages": [{"role": "user", "content": text}], "extra_body": {"temperature": 0}, **more,
+        }  # fmt: skip
+        if not stream:
+            return await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as events:
+            said = "".join([text async for text in events.text_stream])
+            message = await events.get_final_message()
+        assert [block.text for block in message.content if block.type == "text"] == [said]
+        return message
+
+    message = await ask(QUESTION)
+    (block,) = message.content
+    assert block.type == "text"
+    assert len(block.text) > 20
+    assert (message.role, message.type, message.stop_reason) == ("assistant", "message", "max_tokens")
+    assert message.usage.output_tokens == 24
+    assert message.usage.input_tokens > 20
+    blocks = [{"type": "text", "text": QUESTION}, {"type": "text", "text": "Answer briefly."}]
+    assert (await ask("", messages=[{"role": "user", "content": blocks}])).content
+    with pytest.raises(anthropic.BadRequestError) as blocked:
+        await ask(INJECTION)
+    assert isinstance(blocked.value.body, dict)
+    assert blocked.value.body["type"] == "error"
+    assert blocked.value.body["error"]["code"] == "content_filter"
+    assert blocked.value.response.headers["x-guard-rules"] == "injection"
+    with pytest.raises(anthropic.BadRequestError, match="max_model_len"):
+        await ask(QUESTION, max_tokens=20_000)
+    with pytest.raises(anthropic.NotFoundError):
+        await ask(QUESTION, model="no-such-model")
+
+
+async def test_requests_that_share_an_id_are_each_judged_by_their_own_prompt(proxy_url: str) -> None:
+    """Ids are the client's to choose: an attack under the id of something harmless is an attack."""
+
+    async def ask(number: int) -> int:
+        asked = body(INJECTION if number % 2 else QUESTION, stream=number % 4 > 1)
+        return (await post(proxy_url, asked, request_id="shared"))[0]
+
+    assert await asyncio.gather(*(ask(i) for i in range(8))) == [200, 400] * 4

@@ -215,6 +215,26 @@ async def test_a_steering_that_only_its_gate_holds_back_goes_with_the_first_requ
         assert (await proxy.entry())["armed"] == ["calm"]
 
 
+@pytest.mark.parametrize("text", [GATED, ARMED], ids=["with a condition", "without"])
+@both
+async def test_a_gate_that_opens_in_the_engine_is_in_the_ledger(
+    start_proxy: StartProxy, text: str, stream: bool
+) -> None:
+    engine = FakeEngine(logit=STEERED, gates_open_at=(None, 31, 12))
+    async with running(engine), start_proxy(engine, text) as proxy:
+        status, _, raw = await proxy.post({**BODY, "n": 3, "stream": stream})
+        assert status == 200
+        assert b"mia" not in raw
+        engine.gates_open_at = (None,)
+        await proxy.post({**BODY, "stream": stream})
+        engine.gates_open_at = ()
+        await proxy.post({**BODY, "stream": stream})
+        some, none, untold = [entry["gates"] for entry in await proxy.entries(3)]
+    assert some == {"calm": {"choices": 3, "opened": 2, "first_at": 12, "reason": ""}}
+    assert none == {"calm": {"choices": 1, "opened": 0, "first_at": None, "reason": ""}}
+    assert untold == {}
+
+
 async def test_a_detector_is_measured_only_where_its_scope_has_a_message(start_proxy: StartProxy) -> None:
     policy = POLICY.replace("danger: {kind: probe}", "danger: {kind: probe, scope: new_tool_results}")
     policy = policy.replace("on_error: flag", "on_error: block")

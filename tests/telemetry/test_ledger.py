@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import stat
 import threading
 import time
@@ -80,7 +81,8 @@ def test_a_full_disk_is_counted_and_logged_once_and_raises_nothing(caplog: pytes
         for number in range(50):
             ledger.append({"number": number})
             time.sleep(0.001)
-    assert (results["failed"], results["written"]) == (50, 0)
+    assert (results["failed"], results["written"], results["dropped"]) == (50, 0, 0)
+    assert 1 <= results["delayed"] <= 50
     assert [record.name for record in caplog.records] == ["guard.ledger"]
     assert "No space left on device" in caplog.text
 
@@ -101,13 +103,41 @@ def test_after_half_a_line_the_next_entry_begins_on_a_line_of_its_own(
         return real_write(file, data)
 
     monkeypatch.setattr(ledger_module.os, "write", write)
+    monkeypatch.setattr(ledger_module, "RETRY_S", 0.01)
     with Ledger(path, results) as ledger:
         ledger.append({"number": 1})
-        while not results["failed"]:
+        while not results["delayed"]:
             time.sleep(0.001)
         ledger.append({"number": 2})
-    assert path.read_text().splitlines()[1:] == ['{"number":2}']
-    assert (results["failed"], results["written"]) == (1, 1)
+    assert path.read_text().splitlines()[1:] == ['{"number":1}', '{"number":2}']
+    assert results == {"delayed": 1, "written": 2}
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operating system's own limit of a file's size stands for the disk's."""
+    path, results = tmp_path / "ledger.jsonl", Results()
+    monkeypatch.setattr(ledger_module, "RETRY_S", 0.01)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Ledger(path, results) as ledger:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+            for number in range(300):
+                ledger.append({"number": number, "padding": "x" * 30})
+            while not results["delayed"]:
+                time.sleep(0.001)
+            time.sleep(0.05)
+            assert path.stat().st_size == 1000
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    found, torn = [], 0
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line)["number"])
+        except ValueError:
+            torn += 1
+    assert found == list(range(300))
+    assert torn <= 1
+    assert (results["written"], results["failed"], results["dropped"]) == (300, 0, 0)
 
 
 def test_when_too_many_wait_new_entries_are_dropped_and_counted(

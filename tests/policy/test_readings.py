@@ -1,0 +1,75 @@
+"""What a text is read as, and where each of its characters stands in the text as it came."""
+
+from __future__ import annotations
+
+import json
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guard.policy.readings import other_readings, plain_form
+
+unhurried = settings(deadline=None, max_examples=150)
+"""Other processes may take the machine from a test."""
+
+HIDING = st.sampled_from("\u200b\u200d\u00ad\u2060\ufeff\u0301\u0336\ufe0f\x00\u3164\u2066")
+LOOKS_LIKE = {
+    "a": "\u0430",
+    "e": "\u0435\uff45\u00e9",
+    "o": "\u043e\u03bf",
+    "c": "\u0441",
+    "p": "\u0440",
+    "s": "\u0455",
+}
+
+
+@given(st.text(string.printable.replace("\\", "").replace("\x0b", "").replace("\x0c", "")))
+@unhurried
+def test_plain_ascii_reads_in_one_way_only(text: str) -> None:
+    assert not list(other_readings(text))
+
+
+@given(st.text(), st.integers(0, 30), st.integers(0, 30))
+@unhurried
+def test_every_place_of_a_reading_is_a_place_of_the_text(text: str, start: int, length: int) -> None:
+    for reading in other_readings(text):
+        assert reading.text != text
+        assert len(reading.text) == len(reading.starts) == len(reading.ends)
+        begin, end = reading.in_original((start, start + length))
+        assert 0 <= begin <= end <= len(text)
+
+
+@given(st.text("abcdeops", min_size=1, max_size=12), st.data())
+@unhurried
+def test_a_disguised_word_is_read_and_found_where_it_stands(word: str, data: st.DataObject) -> None:
+    spelt = "".join(
+        data.draw(st.sampled_from([one, *LOOKS_LIKE.get(one, "")])) + data.draw(st.just("") | HIDING) for one in word
+    )
+    before, after = "\u044f\u2026 ", " \u65e5"
+    found = [one for one in other_readings(before + spelt + after) if word in one.text]
+    assert found
+    at = found[0].text.index(word, 3)
+    begin, end = found[0].in_original((at, at + len(word)))
+    assert begin == len(before)
+    assert (before + spelt + after)[begin:end].rstrip("".join(chr(i) for i in range(0x300, 0x370))) in spelt
+
+
+@given(st.text(max_size=40), st.integers(1, 3))
+@unhurried
+def test_what_json_escapes_is_read_as_it_was(text: str, times: int) -> None:
+    escaped = text
+    for _ in range(times):
+        escaped = json.dumps(escaped)[1:-1]
+    if "\\" in escaped and "\\" not in text:
+        wanted = "".join(plain_form(one) for one in text)
+        assert wanted in [escaped, *(one.text for one in other_readings(escaped))]
+
+
+@pytest.mark.parametrize(
+    ("shown", "plain"),
+    [("\u65e5", "\u65e5"), ("\ufb01", "fi"), ("\u0416", "\u0416"), ("\u00b2", "2"), ("\u200b", ""), ("\u00a0", " ")],
+)
+def test_what_looks_like_no_ascii_letter_stays(shown: str, plain: str) -> None:
+    assert plain_form(shown) == plain

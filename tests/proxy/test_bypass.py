@@ -1,0 +1,403 @@
+"""Attempts to get past a rule with what the same text alone would trip: spelt, placed, named or cut in another way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from guard.proxy.services import EMBEDDINGS
+from tests.proxy.conftest import BLOCKED, BODY, CLEAN, POLICY, Proxy, StartProxy
+from tests.proxy.detectors import register
+from tests.proxy.engine import FakeEngine, running
+from tests.proxy.test_endpoints import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from tests.proxy.test_streaming import DONE, chunk, chunks, finishes, policy, said
+
+both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+PROMPT_RULE = """\
+version: 1
+name: test
+detectors:
+  text: {kind: words}
+rules:
+  - {name: leak, when: {detector: text, at_least: 0.5}, action: block}
+"""
+USERS_RULE = PROMPT_RULE.replace("{kind: words}", "{kind: words, scope: user}")
+
+DISGUISES = {
+    "Cyrillic letters that look the same": "\u0455\u0435\u0441ret",
+    "Greek and Cyrillic ones": "s\u0435\u03f2r\u0435t",
+    "zero-width spaces": "s\u200be\u200bc\u200br\u200be\u200bt",
+    "zero-width joiners and a byte order mark": "se\u200dc\ufeffret",
+    "soft hyphens": "sec\u00adret",
+    "word joiners and invisible separators": "se\u2060c\u2063ret",
+    "variation selectors": "se\ufe0fc\U000e0101ret",
+    "Hangul fillers": "sec\u3164ret",
+    "NUL and backspace": "sec\x00r\x08et",
+    "right to left by force": "\u202eterces\u202c",
+    "right to left by force, to the line's end": "a \u202eterces",
+    "isolates around": "sec\u2067\u2069ret",
+    "fullwidth forms": "\uff53\uff45\uff43\uff52\uff45\uff54",
+    "bold mathematical letters": "".join(chr(0x1D41A + ord(one) - 97) for one in "secret"),
+    "circled letters": "".join(chr(0x24D0 + ord(one) - 97) for one in "secret"),
+    "small capitals": "s\u1d07\u1d04\u0280\u1d07\u1d1b",
+    "accents in one character": "s\u00e9cr\u00ebt",
+    "combining accents, many of them": "s" + "\u0301\u0316" * 20 + "e\u0336cret",
+    "letters of the block of tags": "".join(chr(0xE0000 + ord(one)) for one in "secret"),
+    "escaped as JSON does": "\\u0073e\\u0063ret",
+    "escaped twice": "\\\\u0073ecret",
+    "escaped, and Cyrillic": "\\u0455ecret",
+    "digits of another script": "\u0661\u0662\u0663\u0664",
+    "fullwidth digits": "\uff11\uff12\uff13\uff14",
+}
+
+
+@pytest.fixture(autouse=True)
+def _detectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+async def outcomes(proxy: Proxy, bodies: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, tuple[int, str | None]]:
+    """Status and the rule that decided, of each body at its path."""
+    found = {}
+    for name, (path, body) in bodies.items():
+        status, headers, _ = await proxy.post(body, path=path)
+        found[name] = status, headers.get("x-guard-rules")
+    return found
+
+
+async def test_no_spelling_hides_a_word_of_the_prompt(start_proxy: StartProxy) -> None:
+    asked = {
+        name: (CHAT, {**BODY, "messages": [{"role": "user", "content": f"say {text}!"}]})
+        for name, text in DISGUISES.items()
+    }
+    innocent = ("se cret", "сек рет", "日本語のテキスト", "s\u00e9cr", "C:\\sec\\ret", "\u202esecret\u202c"[:4])
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        assert await outcomes(proxy, asked) == dict.fromkeys(DISGUISES, (400, "leak"))
+        assert not engine.bodies
+        for text in innocent:
+            assert (await proxy.post({**BODY, "messages": [{"role": "user", "content": text}]}))[0] == 200
+
+
+@pytest.mark.parametrize("contract", ["hold", "window"])
+async def test_no_spelling_hides_a_word_of_the_answer(start_proxy: StartProxy, contract: str) -> None:
+    text = policy(contract).replace("0.3", "30")
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, text) as proxy:
+        for disguised in DISGUISES.values():
+            half = len(disguised) // 2
+            engine.scripts = [("well ", "", disguised[:half], disguised[half:], " so", " it", " is")]
+            status, _, raw = await proxy.post({**BODY, "stream": True})
+            assert status == 400 or (finishes(chunks(raw)) == {0: "content_filter"} and "so" not in said(chunks(raw)))
+            assert disguised not in raw.decode()
+            assert (await proxy.post(BODY))[0] == 400
+
+
+async def test_what_is_disguised_is_redacted_where_it_stands_and_nothing_else(start_proxy: StartProxy) -> None:
+    text = policy("hold", action="redact", more="    redact: {replacement: '[X]'}\n").replace("0.3", "30")
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, text) as proxy:
+        for name, disguised in DISGUISES.items():
+            if name.startswith("right to left"):
+                continue
+            engine.scripts = [("H\u00e4llo \u2014 ", disguised[:3], disguised[3:], " \u044f!")]
+            for stream in (False, True):
+                _, _, raw = await proxy.post({**BODY, "stream": stream})
+                answer = said(chunks(raw)) if stream else json.loads(raw)["choices"][0]["message"]["content"]
+                assert answer == "H\u00e4llo \u2014 [X] \u044f!", name
+
+
+CALL = {"id": "call_12345", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def turn(**assistant: Any) -> dict[str, Any]:
+    """A conversation with an assistant's message of these fields in it."""
+    said_before = {"role": "assistant", "content": "yes", **assistant}
+    return {**BODY, "messages": [*BODY["messages"], said_before, *BODY["messages"]]}
+
+
+def called(arguments: Any, name: str = "f") -> dict[str, Any]:
+    return turn(tool_calls=[{**CALL, "function": {"name": name, "arguments": arguments}}])
+
+
+def content(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {**BODY, "messages": [{"role": role, "content": list(parts)}]}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+USE = {"type": "tool_use", "id": "1", "name": "f"}
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a part": (CHAT, content({"type": "text", "text": "secret"})),
+    "two parts, which templates may join": (CHAT, content({"text": "a sec"}, {"type": "text", "text": "ret b"})),
+    "a part that is a text": (CHAT, content("secret")),
+    "a part of another type": (CHAT, content({"type": "input_text", "text": "secret"})),
+    "a thought": (CHAT, content({"type": "thinking", "thinking": "secret"}, role="assistant")),
+    "a refusal": (CHAT, content({"type": "refusal", "refusal": "secret"}, role="assistant")),
+    "a reference to a tool": (CHAT, content({"type": "tool_reference", "name": "secret"}, role="tool")),
+    "a field of a part that the template may show": (CHAT, content({"type": "text", "text": "a", "title": "secret"})),
+    "reasoning of an earlier answer": (CHAT, turn(reasoning="secret")),
+    "arguments of a call": (CHAT, called('{"a": "secret"}')),
+    "arguments, escaped": (CHAT, called('{"a": "s\\u0065cret"}')),
+    "arguments, JSON in JSON": (CHAT, called(json.dumps({"a": json.dumps({"b": "s\u00e9cret"})}))),
+    "arguments that are an object": (CHAT, called({"a": {"source": "secret"}})),
+    "a name in the arguments": (CHAT, called({"secret": 1})),
+    "the name of a call": (CHAT, called("{}", name="secret")),
+    "an old kind of call": (CHAT, turn(function_call={"name": "f", "arguments": '{"a": "secret"}'})),
+    "the name of who speaks": (CHAT, {**BODY, "messages": [{**BODY["messages"][0], "name": "secret"}]}),
+    "a message of a tool": (CHAT, content({"type": "text", "text": "secret"}, role="tool")),
+    "a message of the system": (CHAT, content("secret", role="system")),
+    "the description of a tool": (CHAT, {**BODY, "tools": [{**TOOL, "function": {"description": "secret"}}]}),
+    "a parameter of a tool": (
+        CHAT,
+        {**BODY, "tools": [{**TOOL, "function": {"parameters": {"properties": {"secret": {"type": "string"}}}}}]},
+    ),
+    "tools of a message": (
+        CHAT,
+        {**BODY, "messages": [*BODY["messages"], {"role": "developer", "content": "a", "tools": [{"name": "secret"}]}]},
+    ),
+    "a document": (CHAT, {**BODY, "documents": [{"title": "t", "text": "secret"}]}),
+    "an argument of the template": (CHAT, {**BODY, "chat_template_kwargs": {"date_string": "secret"}}),
+    "a token that the template writes": (CHAT, {**BODY, "chat_template_kwargs": {"bos_token": "secret"}}),
+    "a prompt in a list": (COMPLETIONS, {"model": "tiny", "prompt": ["secret"]}),
+    "the text after": (COMPLETIONS, {"model": "tiny", "prompt": "a", "suffix": "secret"}),
+    "instructions": (RESPONSES, {**BODIES[RESPONSES], "instructions": "secret"}),
+    "an item's arguments": (
+        RESPONSES,
+        {"model": "tiny", "input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": '"secret"'}]},
+    ),
+    "an item's name": (
+        RESPONSES,
+        {"model": "tiny", "input": [{"type": "function_call", "name": "secret", "call_id": "1", "arguments": "{}"}]},
+    ),
+    "an item's second text": (
+        RESPONSES,
+        {
+            "model": "tiny",
+            "input": [{"type": "reasoning", "content": [{"text": "a"}], "summary": [{"text": "secret"}]}],
+        },
+    ),
+    "an item of a kind of its own": (
+        RESPONSES,
+        {"model": "tiny", "input": [{"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "secret"}]},
+    ),
+    "the system's part": (MESSAGES, {**BODIES[MESSAGES], "system": [{"type": "text", "text": "secret"}]}),
+    "a block of thoughts": (
+        MESSAGES,
+        {
+            **BODIES[MESSAGES],
+            "messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "secret"}]}],
+        },
+    ),
+    "a block's input": (
+        MESSAGES,
+        {
+            **BODIES[MESSAGES],
+            "messages": [
+                {"role": "assistant", "content": [{**USE, "input": {"a": ["secret"]}}]}
+            ],
+        },
+    ),
+    "a tool's result": (
+        MESSAGES,
+        {
+            **BODIES[MESSAGES],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "secret"}]}
+                    ],
+                }
+            ],
+        },
+    ),
+    "a text to embed": (EMBEDDINGS, {"model": "tiny", "input": ["a", "s\u200becret"]}),
+    "a message to embed": (EMBEDDINGS, {"model": "tiny", "messages": [{"role": "user", "content": "secret"}]}),
+}  # fmt: skip
+
+
+async def test_no_place_of_a_request_hides_a_word(start_proxy: StartProxy) -> None:
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        assert await outcomes(proxy, PLACES) == dict.fromkeys(PLACES, (400, "leak"))
+        assert not engine.bodies
+
+
+async def test_what_no_model_reads_as_text_trips_nothing(start_proxy: StartProxy) -> None:
+    """Ids and pictures have many digits in a row."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,secret1234567"}}
+    asked = [
+        content({"type": "text", "text": "a"}, picture),
+        {**called("{}"), "user": "secret", "metadata": {"a": "secret"}, "seed": 1234567, "stop": ["secret"]},
+        {**BODY, "messages": [*BODY["messages"], {"role": "tool", "content": "a", "tool_call_id": "call_12345"}]},
+    ]
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        for body in asked:
+            assert (await proxy.post(body))[0] == 200
+
+
+@pytest.mark.parametrize("action", ["flag", "block"])
+async def test_a_prompt_in_tokens_is_text_that_was_not_read_and_not_clean(start_proxy: StartProxy, action: str) -> None:
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "tokens": (COMPLETIONS, {"model": "tiny", "prompt": [5, 6, 7]}),
+        "tokens in a list": (COMPLETIONS, {"model": "tiny", "prompt": [[5, 6, 7]]}),
+        "tokens to embed": (EMBEDDINGS, {"model": "tiny", "input": [5, 6]}),
+        "some texts and some tokens": (EMBEDDINGS, {"model": "tiny", "input": ["a", [5, 6]]}),
+    }
+    text = PROMPT_RULE + f"    on_error: {action}\n"
+    text = text.replace("action: block}\n    on_error", "action: block, on_error").replace(
+        f": {action}\n", f": {action}}}\n"
+    )
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        found = await outcomes(proxy, asked)
+        assert {status for status, _ in found.values()} == {200 if action == "flag" else 503}
+        assert {entry["detectors"]["text"] for entry in await proxy.entries(4)} == {
+            "unavailable: the prompt is given as tokens, whose text the guard does not have"
+        }
+        assert (await proxy.post({"model": "tiny", "prompt": "fine"}, path=COMPLETIONS))[1]["x-guard-action"] == "allow"
+    embeds = {"type": "prompt_embeds", "prompt_embeds": "AAAA"}
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        status, _, raw = await proxy.post(content({"type": "text", "text": "a"}, embeds))
+        assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[0].content")
+
+
+IN_TOOLS_OR_ANSWERS = (
+    "a thought", "a refusal", "a reference to a tool", "reasoning of an earlier answer", "arguments of a call",
+    "arguments, escaped", "arguments, JSON in JSON", "arguments that are an object", "the name of a call",
+    "an old kind of call", "a message of a tool", "a block of thoughts", "a block's input",
+    "a tool's result",
+)  # fmt: skip
+
+
+async def test_what_is_redacted_stays_nowhere_in_its_message(start_proxy: StartProxy) -> None:
+    text = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [tool_results, assistant]}")
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        for name in IN_TOOLS_OR_ANSWERS:
+            path, body = PLACES[name]
+            status, headers, _ = await proxy.post(body, path=path)
+            assert (status, headers["x-guard-action"]) == (200, "redact"), name
+            sent = json.dumps(engine.bodies[-1])
+            assert "secret" not in sent, name
+            assert "cret" not in sent, name
+            assert "[removed by a guardrail]" in sent, name
+
+
+ROLES = (
+    "user",
+    "User",
+    "USER",
+    " user",
+    "human",
+    "Human",
+    "ipython",
+    "tool_response",
+    "",
+    "\u0443ser",
+    "system ",
+    "x" * 99,
+)
+
+
+async def test_no_name_of_a_role_takes_a_message_out_of_a_scope(start_proxy: StartProxy) -> None:
+    async with running(FakeEngine()) as engine, start_proxy(engine, USERS_RULE) as proxy:
+        for role in ROLES:
+            alone = [{"role": role, "content": "secret"}]
+            for messages in (alone, [*BODY["messages"], *alone], [*alone, *BODY["messages"]]):
+                assert (await proxy.post({**BODY, "messages": messages}))[0] == 400, role
+        for role in ("system", "developer", "assistant"):
+            assert (await proxy.post({**BODY, "messages": [{"role": role, "content": "secret"}]}))[0] == 200
+        assert (await proxy.entries(3 * len(ROLES) + 3))[-1]["detectors"]["text"].startswith("not_applicable")
+
+
+@pytest.mark.parametrize("scope", ["user", "tool_results", "last_turn", "new_tool_results"])
+async def test_a_message_of_a_role_that_nobody_knows_is_read_in_the_model(start_proxy: StartProxy, scope: str) -> None:
+    text = POLICY.replace("{kind: probe}", f"{{kind: probe, scope: {scope}}}")
+    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine, text) as proxy:
+        assert (await proxy.post({**BODY, "messages": [{"role": "human", "content": "attack"}]}))[0] == 400
+        assert engine.specs[0] is not None
+        assert "danger.layer3" in engine.specs[0]["hidden"]
+
+
+@both
+@pytest.mark.parametrize("contract", ["hold", "window"])
+async def test_one_bad_choice_among_many_spoils_the_answer(
+    start_proxy: StartProxy, contract: str, stream: bool
+) -> None:
+    number, bad = 8, 5
+    words = [[f"w{i} " for i in range(6)] for _ in range(number)]
+    words[bad] = ["w0 ", "w1 ", "w2 ", "sec", "ret", " w5"]
+    parts = [chunk(i, {"content": words[i][j]}) for j in range(6) for i in range(number)]
+    ends = [chunk(i, {}, "stop") for i in range(number)]
+    message = {"role": "assistant"}
+    choices = [
+        {"index": i, "message": {**message, "content": "".join(words[i])}, "finish_reason": "stop"}
+        for i in range(number)
+    ]
+    whole = json.dumps({"id": "c", "choices": choices}).encode()
+    engine = FakeEngine(frames=[*parts, *ends, DONE], body=whole, logit=CLEAN, word_delay_s=0.01)
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        status, _, raw = await proxy.post({**BODY, "n": number, "stream": stream})
+        assert b"ret" not in raw
+        assert status == (200 if stream and contract == "window" else 400)
+        if status == 200:
+            assert finishes(chunks(raw)) == dict.fromkeys(range(number), "content_filter")
+        assert (await proxy.entry())["answer"]["choice"] == bad
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 4096])
+async def test_however_small_the_window_the_token_that_completes_a_match_never_leaves(
+    start_proxy: StartProxy, window: int
+) -> None:
+    text = policy("window").replace("window_tokens: 3", f"window_tokens: {window}")
+    engine = FakeEngine(scripts=[tuple("and a secret, too, is this.")], word_delay_s=0.003)
+    async with running(engine), start_proxy(engine, text) as proxy:
+        status, _, raw = await proxy.post({**BODY, "stream": True})
+        released = "" if status == 400 else said(chunks(raw))
+        assert "and a secret, too".startswith(released)
+        assert len(released) <= max(0, len("and a secret") - window)
+        # A burst: more in one piece than the window holds.
+        engine.word_delay_s = 0.0
+        engine.frames = [
+            b"".join(chunk(0, {"content": one}) for one in "and a secret, too"),
+            chunk(0, {}, "stop"),
+            DONE,
+        ]
+        status, _, raw = await proxy.post({**BODY, "stream": True})
+        assert status == 400 or "secret" not in said(chunks(raw))
+
+
+async def test_a_word_at_the_end_of_a_huge_context_is_found(start_proxy: StartProxy) -> None:
+    filler = [{"role": ("user", "assistant")[i % 2], "content": "lorem ipsum " * 300} for i in range(600)]
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        for word in ("secret", "s\u200becret"):
+            body = {**BODY, "messages": [*filler, {"role": "user", "content": word}]}
+            assert len(json.dumps(body)) > 2_000_000
+            assert (await proxy.post(body))[0] == 400
+        assert (await proxy.post({**BODY, "messages": filler}))[0] == 200
+        assert len(engine.bodies) == 1
+
+
+async def test_no_request_slips_through_while_policies_that_all_forbid_it_are_swapped(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        versions, ended = set(), asyncio.Event()
+
+        async def swap() -> None:
+            for i in range(12):
+                (tmp_path / "policy.yaml").write_text(PROMPT_RULE.replace("0.5", f"0.5{i}"))
+                await asyncio.sleep(0.08)
+            ended.set()
+
+        async def ask() -> None:
+            while not ended.is_set():
+                status, headers, _ = await proxy.post({**BODY, "messages": [{"role": "user", "content": "secret"}]})
+                assert (status, headers["x-guard-rules"]) == (400, "leak")
+                versions.add(headers["x-guard-policy"])
+
+        await asyncio.gather(swap(), *(ask() for _ in range(4)))
+        assert len(versions) > 1
+        assert not engine.bodies
