@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isfinite
+from typing import cast
 
-from detectors.base import AnyDetector, CapturePlan, Score, TextDetector
+from detectors.base import AnyDetector, CapturePlan, Detector, Score, TextDetector
 from guard.mia.results import AttentionReadout, Readout, Readouts
 from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, ProbeCapture, Span, Steer, generates
 from guard.policy.conversation import WORDS, ConversationError, matches, places, resolved
@@ -37,8 +39,9 @@ class Measurement:
     hidden: Mapping[str, HiddenCapture]
     attention: Mapping[str, AttentionCapture]
 
-    @property
+    @cached_property
     def reads_text(self) -> bool:
+        # Once: to look through a protocol's methods takes as long as the detectors' own arithmetic.
         return isinstance(self.detector, TextDetector)
 
     @property
@@ -61,15 +64,15 @@ class Measurement:
             for key, item in readouts.items.items()
             if key.startswith(prefix)
         }
-        detector = self.detector
-        if isinstance(detector, TextDetector):
+        if self.reads_text:
             return Score("unavailable", reason=NO_TEXT)
+        detector = cast(Detector, self.detector)
         return self._checked(lambda: detector.score(own))
 
     def score_text(self, text: str) -> Score:
         """Of a detector that reads text."""
-        detector = self.detector
-        assert isinstance(detector, TextDetector)
+        assert self.reads_text
+        detector = cast(TextDetector, self.detector)
         return self._checked(lambda: detector.score_text(text))
 
     def in_scope(self, parts: Sequence[Part], roles: Sequence[str]) -> str:
@@ -129,6 +132,11 @@ class Question:
     spec: MiaSpec
     known: Mapping[str, Score]
     armed: tuple[str, ...] = ()
+
+    @cached_property
+    def wire(self) -> str | None:
+        """The spec as it is sent; None when it asks for nothing. Most requests ask the same."""
+        return self.spec.to_wire() if self.spec.asks else None
 
     @property
     def reads(self) -> bool:

@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from fastapi import FastAPI
-from starlette.routing import Route
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 
 from guard.proxy.answer import Whole
 from guard.proxy.chat import answering
@@ -36,29 +36,31 @@ from guard.proxy.services import EMBEDDINGS, FORMS, MODELS, OTHER, Services
 from guard.settings import Settings
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: Settings) -> ASGIApp:
     """Raises ``PolicyError``, ``KeysError`` and ``SettingsError``."""
     return application(Services(settings))
 
 
-def application(services: Services) -> FastAPI:
-    """Files and connections are opened by the application's lifespan."""
+def application(services: Services) -> ASGIApp:
+    """Files and connections are opened by the application's lifespan. A router and no framework around it: every layer
+    there would pass on every piece of every answer."""
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: object) -> AsyncIterator[None]:
         async with services.running():
             yield
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    for form in FORMS:
-        app.router.routes.append(Route(form.route, Recorded(services, form.route, answering(form))))
-    app.router.routes.append(Route(EMBEDDINGS, Recorded(services, EMBEDDINGS, embeddings)))
-    app.router.routes.append(Route(MODELS, Recorded(services, MODELS, models)))
-    # Names of models may have slashes.
-    app.router.routes.append(Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)))
-    app.include_router(monitor_routes(services))
-    app.router.default = Recorded(services, OTHER, other)
-    return app
+    routes = [
+        *(Route(form.route, Recorded(services, form.route, answering(form))) for form in FORMS),
+        Route(EMBEDDINGS, Recorded(services, EMBEDDINGS, embeddings)),
+        Route(MODELS, Recorded(services, MODELS, models)),
+        # Names of models may have slashes.
+        Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)),
+        *monitor_routes(services),
+    ]
+    router = Router(routes, redirect_slashes=False, lifespan=lifespan)
+    router.default = Recorded(services, OTHER, other)
+    return router
 
 
 async def models(services: Services, exchange: Exchange) -> None:

@@ -67,8 +67,8 @@ class _Asking:
     sent_s: float
 
     def send(self, *, early: bool) -> AbstractAsyncContextManager[Task[Answer]]:
-        exchange, spec = self.exchange, self.asked.spec
-        body = self.request.to_json(spec if spec.asks else None)
+        exchange = self.exchange
+        body = self.request.to_json(self.asked.wire)
         path, request_id = self.request.form.route, exchange.record.request_id
         return self.services.upstream.ask(
             path, body, request_id, exchange.headers, early=early, affinity=exchange.affinity

@@ -98,8 +98,9 @@ class Upstream:
         try:
             yield opening
         finally:
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
+            if not opening.done() or opening.cancelled() or opening.exception() is not None:
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
             asked.leave()
 
     async def _open(self, path: str, body: bytes, headers: Mapping[str, str], asked: _Asked) -> Answer:
