@@ -22,11 +22,12 @@ def monitor_routes(services: Services) -> list[Route]:
 
     async def ready(_request: Request) -> JSONResponse:
         healthy, of = await services.upstream.healthy(), len(services.upstream.replicas.all)
+        answers = healthy > 0 or of == 0  # other providers are asked when somebody wants an answer
         policies = services.policies
         # Whoever can reach the port may ask: what is wrong with a file is for the log.
         now = {
-            "status": "draining" if services.draining else "ok" if healthy else "unavailable",
-            "engine": "ok" if healthy else "unavailable",
+            "status": "draining" if services.draining else "ok" if answers else "unavailable",
+            "engine": "ok" if answers else "unavailable",
             "engines": {"healthy": healthy, "of": of},
             "policy": policies.current.default.live.label,
             "policies_version": policies.current.hash[:12],

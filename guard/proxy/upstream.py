@@ -195,7 +195,8 @@ class _Asked:
         self.response: aiohttp.ClientResponse | None = None
         self._now: Replica | None = None
         # Counted when it is chosen: the next request's choice may come before this one is sent.
-        self.turn_to(order[0])
+        for first in order[:1]:
+            self.turn_to(first)
 
     def turn_to(self, replica: Replica) -> None:
         if self._now is not None:
