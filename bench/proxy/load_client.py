@@ -40,12 +40,13 @@ class Plan:
 
 @dataclass
 class Observed:
-    """``first_s``: to the first token, or byte of a whole answer. ``wrong``: answers that are not what the engine sent;
+    """``first_s``: to the first token, or byte of a whole answer. ``answers``: all, those of the warming up too. ``wrong``: answers that are not what the engine sent;
     ``errors``: what they were."""
 
     seconds: float = 0.0
     first_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
+    answers: int = 0
     wrong: int = 0
     errors: list[str] = field(default_factory=list)
     most_open: int = 0
@@ -111,7 +112,13 @@ class Client(asyncio.Protocol):
                 self.tokens, self.first_s = self._plan.tokens, self.first_s or now_s
             self._finish(now_s)
 
+    @property
+    def closed(self) -> bool:
+        """A server may close a connection that is not used."""
+        return self._transport is None or self._transport.is_closing()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
         self._fail(b"the connection was closed")
 
     def _finish(self, now_s: float) -> None:
@@ -148,7 +155,7 @@ async def client(plan: Plan, request: bytes, observed: Observed, started_s: floa
     if plan.think_s:
         await asyncio.sleep(rng.random() * plan.think_s)
     while time.perf_counter() < end_s:
-        if connection is None:
+        if connection is None or connection.closed:
             _, connection = await loop.create_connection(lambda: Client(request, plan), "127.0.0.1", plan.port)
         try:
             active.add(connection)
@@ -163,6 +170,7 @@ async def client(plan: Plan, request: bytes, observed: Observed, started_s: floa
             await asyncio.sleep(0.05)
             continue
         active.discard(connection)
+        observed.answers += 1
         if connection.tokens != plan.tokens:
             observed.wrong += 1
             observed.errors = [*observed.errors[:9], f"{connection.tokens} tokens"]
