@@ -31,7 +31,7 @@ from typing import Any
 from bench.about import commit
 from bench.children import ROOT
 from bench.proxy.load_client import Plan
-from bench.proxy.variants import OTHER_CPU, PROXY_CPU, Server, Used, guard, litellm, stub
+from bench.proxy.variants import OTHER_CPU, PROXY_CPU, Server, Used, guard, litellm, pinned, stub
 
 PACKAGES = ("mia-guard", "aiohttp", "uvicorn", "uvloop", "httptools", "starlette", "pydantic", "numpy")
 POLICY = ROOT / "policies" / "default.yaml"
@@ -80,7 +80,7 @@ def ask(server: Server, case: Case, seconds: float, warm_s: float = 1.0) -> dict
     before = server.used()
     started_s = time.perf_counter()
     done = subprocess.run(
-        ["taskset", "-c", OTHER_CPU, sys.executable, "-m", "bench.proxy.load_client"],
+        pinned(OTHER_CPU, [sys.executable, "-m", "bench.proxy.load_client"]),
         input=json.dumps(asdict(plan)),
         capture_output=True,
         text=True,
@@ -130,9 +130,7 @@ def rounds(options: argparse.Namespace, servers: list[Server]) -> list[dict[str,
                 row = {"round": number, "case": case.name, "variant": server.name, **ask(server, case, options.seconds)}
                 rows.append(row)
                 print(f"{number} {case.name:15} {server.name:8} {row['requests_per_s']:9.1f}/s  ", end="")
-                print(
-                    f"cpu {row['cpu_ms_per_request']:8.3f} ms  waited {row['waited_ms_per_request']:7.3f} ms  ", end=""
-                )
+                print(f"cpu {row['cpu_ms_per_request']:.3f} ms  waited {row['waited_ms_per_request']:.3f} ms  ", end="")
                 print(f"first {row['first_ms']}  total {row['total_ms']}  wrong {row['wrong']}", flush=True)
     return rows
 
@@ -142,7 +140,7 @@ def soak(options: argparse.Namespace, server: Server) -> dict[str, Any]:
     plan = Plan(server.port, server.key, SOAK.clients, True, SOAK.tokens, options.soak_s, 20.0)
     before = server.used()
     client = subprocess.Popen(
-        ["taskset", "-c", OTHER_CPU, sys.executable, "-m", "bench.proxy.load_client"],
+        pinned(OTHER_CPU, [sys.executable, "-m", "bench.proxy.load_client"]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -174,7 +172,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
         "command": ["python", "-m", "bench.proxy.load", *sys.argv[1:]],
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": f"{processor}, {os.cpu_count()} processors; proxy on {PROXY_CPU}, stub engine and client on {OTHER_CPU}",
+        "machine": f"{processor}, {os.cpu_count()} of them; proxy on {PROXY_CPU}, engine and client on {OTHER_CPU}",
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},

@@ -40,8 +40,8 @@ class Plan:
 
 @dataclass
 class Observed:
-    """``first_s``: to the first token, or byte of a whole answer. ``answers``: all, those of the warming up too. ``wrong``: answers that are not what the engine sent;
-    ``errors``: what they were."""
+    """``first_s``: to the first token, or byte of a whole answer. ``answers``: all, those of the warming up too.
+    ``wrong``: answers that are not what the engine sent; ``errors``: what they were."""
 
     seconds: float = 0.0
     first_s: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Who is asked: the stub engine itself, our proxy in front of it, and LiteLLM's proxy with one guardrail in front of it.
+"""Who is asked: the stub engine itself, our proxy before it, and LiteLLM's proxy with one guardrail before it.
 
 Owns starting and ending these processes, each on its processor, and reading what they have used.
 """
@@ -58,6 +58,14 @@ class Server:
         return Used(cpu_ns / 1e9, waited_ns / 1e9, rss)
 
 
+def pinned(cpu: str, command: list[str]) -> list[str]:
+    """The command, to run on one processor. Raises ``FileNotFoundError`` without util-linux."""
+    taskset = shutil.which("taskset")
+    if taskset is None:
+        raise FileNotFoundError("taskset, of util-linux, is needed")
+    return [taskset, "-c", cpu, *command]
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -73,7 +81,7 @@ def started(name: str, command: list[str], port: int, key: str, cpu: str, folder
     log_file = folder / f"{name}.log"
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            ["taskset", "-c", cpu, *command],
+            pinned(cpu, command),
             stdout=log,
             stderr=log,
             start_new_session=True,
