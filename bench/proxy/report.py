@@ -135,7 +135,7 @@ def soak_lines(soak: Mapping[str, Any]) -> list[str]:
     most = max(one["rss_mib"] for one in settled)
     return [
         f"- {soak['most_open']} streams at once, {soak['seconds']:.0f} s: {soak['counted']} answers, {soak['wrong']} "
-        f"of them wrong; CPU {soak['cpu_ms_per_request']:.3g} ms a request of 200 tokens, busy {soak['busy']:.2f}.",
+        f"of them wrong; CPU {soak['cpu_ms_per_request']:.3g} ms a request of 200 tokens.",
         f"- Memory after the first minute {first:.1f} MiB, at the end {last:.1f} MiB, most {most:.1f} MiB: "
         f"{last / first:.4f} of it, {at_most(last / first, FLAT)}.",
         "",
