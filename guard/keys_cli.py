@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from guard.help_texts import CREATE_END, KEYS_LIST_END, REVOKE_END
+
 if TYPE_CHECKING:
     from guard.proxy.keys import Key, Limits
 
@@ -21,7 +23,7 @@ KeysFileOption = Annotated[
 ]
 
 
-@keys_app.command("create")
+@keys_app.command("create", epilog=CREATE_END)
 def create(
     file: KeysFileOption,
     name: Annotated[str, typer.Option(help="For people: who or what uses the key.")] = "",
@@ -54,7 +56,7 @@ def create(
     typer.echo(f"guard: key {key.id} is in {file}; the key above is shown this once", err=True)
 
 
-@keys_app.command("list")
+@keys_app.command("list", epilog=KEYS_LIST_END)
 def list_keys(
     file: KeysFileOption, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
@@ -73,7 +75,7 @@ def list_keys(
         typer.echo(_line(key))
 
 
-@keys_app.command("revoke")
+@keys_app.command("revoke", epilog=REVOKE_END)
 def revoke(file: KeysFileOption, key_id: Annotated[str, typer.Argument(help="The key's id; guard keys list.")]) -> None:
     """Take a key out of the file. Requests under way go on; the next one is a 401."""
     from guard.proxy.keys import KeysError, revoke_key

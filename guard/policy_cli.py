@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeVar
 
 import typer
 
+from guard.help_texts import DIFF_END, EXPLAIN_END, LINT_END, REPLAY_END, SCHEMA_END, TEST_END
+
 if TYPE_CHECKING:
     from guard.policy.compiled import Thresholds
     from guard.policy.loading import LoadedPolicy
@@ -33,14 +35,14 @@ UNUSABLE = 2
 """Exit code when a command could not do its work at all."""
 
 
-@policy_app.command("lint")
+@policy_app.command("lint", epilog=LINT_END)
 def lint(
     files: Annotated[list[Path], typer.Argument(help="Files and folders: policies, selection.yaml, *.tests.yaml.")],
     model: Annotated[
         str | None, typer.Option(help="Check thresholds and vectors against this model's files too.")
     ] = None,
 ) -> None:
-    """Check policies; every error names file, line and field. Exit code 1 when any cannot be used."""
+    """Check policies; every error names file, line and field."""
     from guard.data import data_folder
     from guard.policy.lint import lint
 
@@ -48,11 +50,11 @@ def lint(
     raise typer.Exit(lint(files, typer.echo, config_key=config_key, model_configs=data_folder("model_configs")))
 
 
-@policy_app.command("test")
+@policy_app.command("test", epilog=TEST_END)
 def test(
     paths: Annotated[list[Path], typer.Argument(help="Policies, folders of them, or *.tests.yaml files.")],
 ) -> None:
-    """Run the tests that lie beside policies. Exit code 1 when one fails, 2 when there is none to run."""
+    """Run the tests that lie beside policies."""
     from guard.policy import PolicyError
     from guard.policy.cases import Report, cases_beside, run_cases
     from guard.policy.policy_set import TESTS_SUFFIX
@@ -78,7 +80,7 @@ def test(
     raise typer.Exit(0 if all(report.passed for report in reports) else 1)
 
 
-@policy_app.command("explain")
+@policy_app.command("explain", epilog=EXPLAIN_END)
 def explain(
     policy: PolicyArgument,
     request: Annotated[str | None, typer.Option(help="Explain this request of the ledger, by its id.")] = None,
@@ -89,7 +91,7 @@ def explain(
     ledger: LedgerOption = None,
     model: ModelOption = None,
 ) -> None:
-    """Show what every rule makes of one request's scores, which one decides and why. Exit code 2 when it cannot."""
+    """Show what every rule makes of one request's scores, which one decides and why."""
     from detectors.base import Score
     from guard.policy.cases import NO_SCORES
     from guard.policy.compiled import compile_rules
@@ -122,12 +124,12 @@ def explain(
         typer.echo(line)
 
 
-@policy_app.command("diff")
+@policy_app.command("diff", epilog=DIFF_END)
 def diff(
     before: Annotated[Path, typer.Argument(help="Policy file.")],
     after: Annotated[Path, typer.Argument(help="Policy file.")],
 ) -> None:
-    """Show what one policy says that another does not. Exit code 0: the same, 1: not, 2: an error."""
+    """Show what one policy says that another does not."""
     from guard.policy.difference import differences
 
     found = differences(_load(before).policy, _load(after).policy)
@@ -136,7 +138,7 @@ def diff(
     raise typer.Exit(1 if found else 0)
 
 
-@policy_app.command("replay")
+@policy_app.command("replay", epilog=REPLAY_END)
 def replay(
     policy: PolicyArgument,
     ledger: LedgerOption = None,
@@ -152,10 +154,7 @@ def replay(
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Decide the ledger's requests again with another policy, on the recorded scores, and show what changes.
-
-    Exit code 0 when no more changes than --max-percent, 1 when more, 2 when nothing could be compared.
-    """
+    """Decide the ledger's requests again with another policy, on the recorded scores, and show what changes."""
     from guard.policy.compiled import compile_rules
     from guard.policy.recorded import LedgerReadError, read_ledger
     from guard.policy.replay import replay, summary
@@ -176,7 +175,7 @@ def replay(
     raise typer.Exit(1 if result.percent(fail_on) > max_percent else 0)
 
 
-@policy_app.command("schema")
+@policy_app.command("schema", epilog=SCHEMA_END)
 def schema(
     kind: Annotated[Literal["policy", "selection", "tests"], typer.Argument(help="Which kind of file.")] = "policy",
 ) -> None:

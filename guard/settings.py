@@ -52,12 +52,20 @@ class Settings(BaseSettings):
     """File of settings in YAML, by the names of these variables in lower case without ``GUARD_``. The environment
     counts before it, command-line options before both."""
 
-    upstream: Annotated[tuple[str, ...], NoDecode, Field(min_length=1)] = ("http://127.0.0.1:8001",)
+    upstream: Annotated[tuple[str, ...], NoDecode] = ("http://127.0.0.1:8001",)
     """Base URL of vLLM, without ``/v1``; several, which serve the same model, are separated by commas. Requests go to
-    those that are healthy, those that begin alike to the same one."""
+    those that are healthy, those that begin alike to the same one. Empty: none, only ``providers``."""
+
+    upstream_plugin: bool = True
+    """Whether vLLM has the guard's plugin. ``false``: it is asked for answers alone, and every detector that reads the
+    model is unavailable; rules on texts judge as ever."""
 
     upstream_api_key: SecretStr | None = None
     """Key that vLLM wants (its ``--api-key``). A client's own key is never sent on."""
+
+    providers: FilePath | None = None
+    """File of models that other providers serve, asked through litellm (``pip install 'mia-guard[litellm]'``). Requests
+    for these go there, all others to ``upstream``. Every detector that reads the model is unavailable for them."""
 
     policy: Annotated[Path, Field(default_factory=default_policy)]
     """The policy file, or a folder of policies with ``selection.yaml``. Changes are noticed while the proxy runs."""
@@ -188,6 +196,8 @@ class Settings(BaseSettings):
             raise ValueError("tls_cert and tls_key go together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert: without TLS no client shows a certificate")
+        if not self.upstream and self.providers is None:
+            raise ValueError(f"upstream ({PREFIX}UPSTREAM): is empty, and so is providers: nobody is left to answer")
         if self.admin_port is not None and self.keys is None:
             raise ValueError("admin_port needs keys: a file with a key that guard keys create --admin made")
         return self

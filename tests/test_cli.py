@@ -10,8 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 import guard
+from guard.cli import app
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -101,3 +104,19 @@ def test_help_of_what_runs_says_where_settings_come_from_how_it_stops_and_what_i
     assert f"guard {command} --" in told
     for option in ("--config", "--set", "--keys", "--admin-port", "--tls-cert", "--redis-url"):
         assert option in told
+
+
+def _commands(group: typer.Typer, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    names = [(*before, str(one.name or one.callback.__name__)) for one in group.registered_commands if one.callback]
+    for one in group.registered_groups:
+        assert one.typer_instance is not None
+        names += _commands(one.typer_instance, (*before, str(one.name)))
+    return names
+
+
+@pytest.mark.parametrize("command", _commands(app), ids=" ".join)
+def test_help_of_every_command_is_a_page_that_says_how_it_ends_and_shows_it(command: tuple[str, ...]) -> None:
+    told = " ".join(CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"}).output.split())
+    assert "Exit status: 0" in told
+    assert "Examples:" in told
+    assert f"guard {' '.join(command)}" in told.partition("Examples:")[2]

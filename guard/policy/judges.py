@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from detectors.base import Score
 from guard.mia.results import Readouts
+from guard.mia.spec import MiaSpec
 from guard.policy.bound import BoundPolicy
 from guard.policy.conversation import any_stranger
 from guard.policy.engine import Decision
@@ -64,6 +65,12 @@ class Judges:
         asked = question(self.live.measurements.values(), roles, self.live.armed)
         missing = Score("unavailable", reason=reason)
         return replace(asked, known={**dict.fromkeys(self.only_beside, missing), **asked.known})
+
+    def ask_unread(self, roles: Sequence[str], reason: str) -> Question:
+        """The same where nothing can be read: what the model's inside says is unavailable, with ``reason``."""
+        missing = Score("unavailable", reason=reason)
+        unread = {one.key: missing for one in self.measured if not one.reads_text}
+        return Question(MiaSpec(), {**unread, **self.ask(roles).known})
 
     @property
     def only_beside(self) -> tuple[str, ...]:

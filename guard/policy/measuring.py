@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from math import isfinite
+from typing import cast
 
-from detectors.base import AnyDetector, CapturePlan, Score, TextDetector
+from detectors.base import AnyDetector, CapturePlan, Detector, Score, TextDetector
 from guard.mia.results import AttentionReadout, Readout, Readouts
 from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, ProbeCapture, Span, Steer, generates
 from guard.policy.conversation import WORDS, ConversationError, matches, places, resolved, roles_named
@@ -43,8 +44,9 @@ class Measurement:
     hidden: Mapping[str, HiddenCapture]
     attention: Mapping[str, AttentionCapture]
 
-    @property
+    @cached_property
     def reads_text(self) -> bool:
+        # Once: to look through a protocol's methods takes as long as the detectors' own arithmetic.
         return isinstance(self.detector, TextDetector)
 
     @property
@@ -67,9 +69,9 @@ class Measurement:
             for key, item in readouts.items.items()
             if key.startswith(prefix)
         }
-        detector = self.detector
-        if isinstance(detector, TextDetector):
+        if self.reads_text:
             return Score("unavailable", reason=NO_TEXT)
+        detector = cast(Detector, self.detector)
         return self._checked(lambda: detector.score(own))
 
     def score_text(self, text: str) -> Score:
@@ -86,8 +88,8 @@ class Measurement:
         return self._worst(dict.fromkeys(("\n".join(text for _, _, text in here), "\n".join(shown))))
 
     def _worst(self, texts: Iterable[str]) -> Score:
-        detector = self.detector
-        assert isinstance(detector, TextDetector)
+        assert self.reads_text
+        detector = cast(TextDetector, self.detector)
         scores = []
         for text in texts:
             scores.append(self._checked(partial(detector.score_text, text)))
@@ -161,6 +163,11 @@ class Question:
         """Of each rule with a gate one of the spec's vectors that it holds back; its others open with it."""
         named = enumerate(zip(self.steered, self.spec.steer, strict=True))
         return {rule: i for i, (rule, steer) in named if steer.gate is not None}
+
+    @cached_property
+    def wire(self) -> str | None:
+        """The spec as it is sent; None when it asks for nothing. Most requests ask the same."""
+        return self.spec.to_wire() if self.spec.asks else None
 
     @property
     def reads(self) -> bool:

@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
 
 from guard.mia.results import EVENT_OBJECT, Readouts
-from guard.proxy.bytestream import ByteStream
+from guard.proxy.bytestream import ByteStream, Content
 from guard.proxy.errors import UpstreamError, upstream_errors
 from guard.proxy.readouts import Finding, from_event, is_event, readouts_of, split_field
 
@@ -22,6 +23,19 @@ EARLY_HEADER = "x-mia-early"
 LATE = "the engine sent no readouts before its answer; was it started with the plugin?"
 PASSED_ON = ("content-type", "retry-after", "retry-after-ms")
 """Headers of vLLM's answer that clients get. Its other ones describe one connection, or vLLM itself."""
+
+
+class Response(Protocol):
+    """What of an HTTP response an answer is made from; aiohttp's has it."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    @property
+    def content(self) -> Content: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,7 @@ class StreamedAnswer:
     """Server-sent events; the readouts are frames of their own. ``held``: frames that came before those of the prompt;
     ``events``: all readouts so far, as they came."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: Response) -> None:
         self.headers = passed_on(response.headers)
         self.held: list[bytes] = []
         self.events: list[bytes] = []
@@ -112,7 +126,7 @@ class EarlyAnswer:
 class PlainAnswer:
     """JSON, in which the readouts are a field; or an error."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: Response) -> None:
         self.status = response.status
         self._headers = passed_on(response.headers)
         self._bytes = ByteStream(response.content)

@@ -20,14 +20,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from fastapi import FastAPI
-from starlette.routing import Route
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 
 from guard.proxy.answer import Whole
 from guard.proxy.chat import answering
 from guard.proxy.embeddings import embeddings
 from guard.proxy.errors import ModelNotFoundError, UpstreamError
-from guard.proxy.exchange import Exchange
+from guard.proxy.exchange import JSON, Exchange
 from guard.proxy.monitor import monitor_routes
 from guard.proxy.passing import other
 from guard.proxy.recording import Recorded
@@ -35,34 +35,38 @@ from guard.proxy.relay import relay_whole
 from guard.proxy.services import EMBEDDINGS, FORMS, MODELS, OTHER, Services
 from guard.settings import Settings
 
+UNREADABLE_LIST = "the model server's list of models cannot be read"
 
-def create_app(settings: Settings) -> FastAPI:
+
+def create_app(settings: Settings) -> ASGIApp:
     """Raises ``PolicyError``, ``KeysError`` and ``SettingsError``."""
     return application(Services(settings))
 
 
-def application(services: Services) -> FastAPI:
-    """Files and connections are opened by the application's lifespan."""
+def application(services: Services) -> ASGIApp:
+    """Files and connections are opened by the application's lifespan. A router and no framework around it: every layer
+    there would pass on every piece of every answer."""
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: object) -> AsyncIterator[None]:
         async with services.running():
             yield
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    for form in FORMS:
-        app.router.routes.append(Route(form.route, Recorded(services, form.route, answering(form))))
-    app.router.routes.append(Route(EMBEDDINGS, Recorded(services, EMBEDDINGS, embeddings)))
-    app.router.routes.append(Route(MODELS, Recorded(services, MODELS, models)))
-    # Names of models may have slashes.
-    app.router.routes.append(Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)))
-    app.include_router(monitor_routes(services))
-    app.router.default = Recorded(services, OTHER, other)
-    return app
+    routes = [
+        *(Route(form.route, Recorded(services, form.route, answering(form))) for form in FORMS),
+        Route(EMBEDDINGS, Recorded(services, EMBEDDINGS, embeddings)),
+        Route(MODELS, Recorded(services, MODELS, models)),
+        # Names of models may have slashes.
+        Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)),
+        *monitor_routes(services),
+    ]
+    router = Router(routes, redirect_slashes=False, lifespan=lifespan)
+    router.default = Recorded(services, OTHER, other)
+    return router
 
 
 async def models(services: Services, exchange: Exchange) -> None:
-    """vLLM's list of models."""
+    """vLLM's list of models, and those of other providers."""
     await relay_whole(exchange, await _list_of_models(services, exchange))
 
 
@@ -76,7 +80,19 @@ async def model(services: Services, exchange: Exchange) -> None:
 
 async def _list_of_models(services: Services, exchange: Exchange) -> Whole:
     exchange.need_method("GET")
-    return await exchange.until_client_leaves(services.upstream.get(MODELS, exchange.record.request_id))
+    others = services.providers.names
+    if services.settings.upstream:
+        whole = await exchange.until_client_leaves(services.upstream.get(MODELS, exchange.record.request_id))
+    else:
+        whole = Whole(200, JSON, b'{"object": "list", "data": []}')
+    if whole.status != 200 or not others:
+        return whole
+    entries = [{"id": name, "object": "model", "created": 0, "owned_by": "provider"} for name in others]
+    try:
+        list_ = json.loads(whole.body)
+        return replace(whole, body=json.dumps({**list_, "data": [*list_["data"], *entries]}).encode())
+    except (ValueError, LookupError, TypeError):
+        raise UpstreamError(UNREADABLE_LIST) from None
 
 
 def _entry(list_: bytes, model_id: str) -> bytes:
@@ -84,7 +100,7 @@ def _entry(list_: bytes, model_id: str) -> bytes:
     try:
         found = next((json.dumps(one) for one in json.loads(list_)["data"] if one["id"] == model_id), None)
     except (ValueError, LookupError, TypeError):
-        raise UpstreamError("the model server's list of models cannot be read") from None
+        raise UpstreamError(UNREADABLE_LIST) from None
     if found is None:
         raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
     return found.encode()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Generic, NoReturn, TypeVar
 
-from guard.mia.spec import FOREIGN_KEYS, MiaSpec
+from guard.mia.spec import FOREIGN_KEYS
 from guard.policy.conversation import places
 from guard.policy.measuring import Part
 from guard.proxy.errors import InvalidRequestError
@@ -89,11 +89,11 @@ class GuardedRequest(Generic[F_co]):
                 slot.replace(replacement)
         return replace(self, fields=fields)
 
-    def to_json(self, spec: MiaSpec | None = None) -> bytes:
-        """The body for vLLM, asking for ``spec`` if there is one."""
+    def to_json(self, spec: str | None = None) -> bytes:
+        """The body for vLLM, asking for ``spec``, in its wire form, if there is one."""
         fields = self.fields
         if spec is not None:
-            fields = {**fields, "vllm_xargs": {**(fields.get("vllm_xargs") or {}), OURS: spec.to_wire()}}
+            fields = {**fields, "vllm_xargs": {**(fields.get("vllm_xargs") or {}), OURS: spec}}
         try:
             return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
         except RecursionError:

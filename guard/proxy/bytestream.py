@@ -6,7 +6,7 @@ connection to the buffer in one step.
 
 from __future__ import annotations
 
-import aiohttp
+from typing import Protocol
 
 from guard.proxy.errors import UpstreamError, upstream_errors
 
@@ -14,8 +14,16 @@ MAX_PIECE_BYTES = 64 * 1024 * 1024
 """Longest line or frame; one with the readouts of many layers of a large model has a few megabytes."""
 
 
+class Content(Protocol):
+    """Where bytes come from: a connection of aiohttp's, or another provider's answer."""
+
+    async def readany(self) -> bytes:
+        """Wait for more bytes; none at the end."""
+        ...
+
+
 class ByteStream:
-    def __init__(self, content: aiohttp.StreamReader) -> None:
+    def __init__(self, content: Content) -> None:
         self._content = content
         self._buffer = bytearray()
         self._ended = False

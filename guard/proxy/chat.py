@@ -67,12 +67,8 @@ class _Asking:
     sent_s: float
 
     def send(self, *, early: bool) -> AbstractAsyncContextManager[Task[Answer]]:
-        exchange, spec = self.exchange, self.asked.spec
-        body = self.request.to_json(spec if spec.asks else None)
-        path, request_id = self.request.form.route, exchange.record.request_id
-        return self.services.upstream.ask(
-            path, body, request_id, exchange.headers, early=early, affinity=exchange.affinity
-        )
+        request = self.request
+        return self.services.ask(request.form.route, request, self.asked.wire, self.exchange, early=early)
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""
@@ -93,7 +89,9 @@ async def _guarded(
 ) -> None:
     """The answer that the policy wants."""
     record, roles = exchange.record, request.roles
-    asked, texts = judges.ask(roles), await read_texts(judges, request)
+    unread = services.unread(request.model)
+    asked = judges.ask(roles) if unread is None else judges.ask_unread(roles, unread)
+    texts = await read_texts(judges, request)
     sent_s = time.perf_counter()
     record.own_s = sent_s - began_s
     try:
@@ -158,7 +156,12 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
             steerings = asking.exchange.record.armed = ()
         request = redacted_and_routed(request, decision, judges)
         asked = judges.ask_again(request.roles, steerings)
-        if unread:
+        if reason := asking.services.unread(request.model):
+            if decision.steer:
+                raise SteeringError(f"rule {decision.rule} steers, which this model cannot be: {reason}")
+            asked = judges.ask_unread(request.roles, reason)
+            asking.exchange.record.armed = ()
+        elif unread:
             asked = replace(asked, spec=judges.live.steering_spec(steerings, request.roles))
         again = replace(asking, request=request, asked=asked)
         async with again.send(early=False) as opening:

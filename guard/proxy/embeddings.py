@@ -91,11 +91,7 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
 
 async def _embed(services: Services, exchange: Exchange, request: GuardedRequest[Texts]) -> None:
     sent_s, record = time.perf_counter(), exchange.record
-    body, path = request.to_json(), request.form.route
-    asking = services.upstream.ask(
-        path, body, record.request_id, exchange.headers, early=False, affinity=exchange.affinity
-    )
-    async with asking as opening:
+    async with services.ask(request.form.route, request, None, exchange, early=False) as opening:
         try:
             await relay(exchange, await opening, lambda frame: False)
         finally:

@@ -27,10 +27,10 @@ Owns status, ``error.type``, ``error.code`` and the outcome for ledger and metri
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, ClassVar
 
 import aiohttp
@@ -218,11 +218,15 @@ FROM_AIOHTTP: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = (
 """The first that fits counts. aiohttp's own texts hold addresses, so clients get ours."""
 
 
-@contextlib.contextmanager
-def upstream_errors() -> Iterator[None]:
-    """What the client library raises inside, as errors of ours."""
-    try:
-        yield
-    except tuple(foreign for foreign, _, _ in FROM_AIOHTTP) as error:
-        ours, message = next((ours, text) for foreign, ours, text in FROM_AIOHTTP if isinstance(error, foreign))
-        raise ours(message) from error
+class upstream_errors:  # noqa: N801 - used as a function is
+    """What the client library raises inside, as errors of ours. A class, since every piece of an answer enters it."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for foreign, ours, message in FROM_AIOHTTP if error is not None else ():
+            if isinstance(error, foreign):
+                raise ours(message) from error

@@ -76,19 +76,29 @@ class Exchange:
         return bytes(body)
 
     async def until_client_leaves(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work``; the moment the client leaves it is cancelled, and ``ClientGoneError`` raised."""
-        working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._disconnected())
-        try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        """Do ``work``; the moment the client leaves it is cancelled, and ``ClientGoneError`` raised."""
+        working = asyncio.current_task()
+        assert working is not None
+        left = False
+
+        def leave(_watching: asyncio.Task[None]) -> None:
+            nonlocal left
             # After the last byte the server says "disconnected" too; the work then only tidies up.
-            if working.done() or self.ended:
-                return await working
-            raise ClientGoneError
+            if not self.ended:
+                left = working.cancel()
+
+        watching = asyncio.create_task(self._disconnected())
+        watching.add_done_callback(leave)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            # Unless somebody else cancels it too: a server that stops.
+            if left and not working.uncancel():
+                raise ClientGoneError from None
+            raise
         finally:
-            for task in (working, watching):
-                task.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
+            watching.remove_done_callback(leave)
+            watching.cancel()
 
     async def _disconnected(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":

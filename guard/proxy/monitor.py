@@ -5,28 +5,29 @@ Owns these answers. They are not in the ledger, and hold nothing of any request.
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from guard.proxy.errors import ApiError
 from guard.proxy.services import Services
 from guard.telemetry.metrics import CONTENT_TYPE
 
 
-def monitor_routes(services: Services) -> APIRouter:
+def monitor_routes(services: Services) -> list[Route]:
     """Open to everyone who can reach the port; without API keys that is this machine."""
-    router = APIRouter()
 
-    async def live() -> JSONResponse:
+    async def live(_request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
-    async def ready() -> JSONResponse:
+    async def ready(_request: Request) -> JSONResponse:
         healthy, of = await services.upstream.healthy(), len(services.upstream.replicas.all)
+        answers = healthy > 0 or of == 0  # other providers are asked when somebody wants an answer
         policies = services.policies
         # Whoever can reach the port may ask: what is wrong with a file is for the log.
         now = {
-            "status": "draining" if services.draining else "ok" if healthy else "unavailable",
-            "engine": "ok" if healthy else "unavailable",
+            "status": "draining" if services.draining else "ok" if answers else "unavailable",
+            "engine": "ok" if answers else "unavailable",
             "engines": {"healthy": healthy, "of": of},
             "policy": policies.current.default.live.label,
             "policies_version": policies.current.hash[:12],
@@ -43,6 +44,6 @@ def monitor_routes(services: Services) -> APIRouter:
             return JSONResponse(error.to_wire(), error.status)
         return Response(services.metrics.exposition(), media_type=CONTENT_TYPE)
 
-    for path, answer in (("/livez", live), ("/readyz", ready), ("/health", ready), ("/metrics", metrics)):
-        router.add_api_route(path, answer, methods=["GET", "HEAD"])  # some load balancers ask with HEAD
-    return router
+    answers = {"/livez": live, "/readyz": ready, "/health": ready, "/metrics": metrics}
+    # Some load balancers ask with HEAD, which goes with GET.
+    return [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]

@@ -34,7 +34,7 @@ class Replica:
 
 
 class Replicas:
-    """``urls`` are base URLs, at least one."""
+    """``urls`` are base URLs."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.all = tuple(Replica(url) for url in urls)
@@ -42,7 +42,7 @@ class Replicas:
     def in_order(self, affinity: bytes) -> list[Replica]:
         """All servers, the one to ask first; the others are for when it cannot be reached. Those that are not healthy
         come last: when none is, trying is better than a refusal without trying."""
-        if len(self.all) == 1:
+        if len(self.all) < 2:
             return list(self.all)
         ranked = sorted(self.all, key=lambda one: _weight(affinity, one.url), reverse=True)
         healthy = [one for one in ranked if one.healthy]

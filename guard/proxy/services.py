@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
 from guard.policy.store import Reload
 from guard.proxy.access import Access
 from guard.proxy.admission import Admission
+from guard.proxy.answer import Answer
+from guard.proxy.body import GuardedRequest
+from guard.proxy.errors import ModelNotFoundError
+from guard.proxy.exchange import Exchange
 from guard.proxy.key_store import KeyStore
+from guard.proxy.providers import UNREAD, Providers
 from guard.proxy.upstream import Upstream
+from guard.proxy.wire import Texts
 from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
 from guard.proxy.wire_responses import responses_form
@@ -46,6 +52,7 @@ class Services:
         self._announce(self.policies.current)
         self.ledger = Ledger(settings.ledger, self.metrics.count_entries)
         self.upstream = Upstream(settings)
+        self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.under_way = 0
         self.draining = False
         """Told to stop: no longer ready, and still answering."""
@@ -63,6 +70,29 @@ class Services:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
+
+    def unread(self, model: str) -> str | None:
+        """Why nothing can be read inside a model that somebody asks for; None where it can."""
+        if self.providers.has(model):
+            return UNREAD
+        return None if self.settings.upstream_plugin else "vLLM runs without the plugin (upstream_plugin)"
+
+    def ask(
+        self, route: str, request: GuardedRequest[Texts], spec: str | None, exchange: Exchange, *, early: bool
+    ) -> AbstractAsyncContextManager[asyncio.Task[Answer]]:
+        """Send a request to whoever serves its model; as ``Upstream.ask``. ``spec``: what vLLM is asked to read."""
+        if self.providers.has(request.model):
+            return self.providers.ask(route, request.fields)
+        if not self.settings.upstream:
+            raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
+        return self.upstream.ask(
+            route,
+            request.to_json(spec),
+            exchange.record.request_id,
+            exchange.headers,
+            early=early,
+            affinity=exchange.affinity,
+        )
 
     def _bound(self, loaded: LoadedPolicy) -> BoundPolicy:
         return bind(loaded, build_detectors(loaded, self.settings.config_key, self.settings.model_configs))

@@ -98,8 +98,9 @@ class Upstream:
         try:
             yield opening
         finally:
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
+            if not opening.done() or opening.cancelled() or opening.exception() is not None:
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
             asked.leave()
 
     async def _open(self, path: str, body: bytes, headers: Mapping[str, str], asked: _Asked) -> Answer:
@@ -194,7 +195,8 @@ class _Asked:
         self.response: aiohttp.ClientResponse | None = None
         self._now: Replica | None = None
         # Counted when it is chosen: the next request's choice may come before this one is sent.
-        self.turn_to(order[0])
+        for first in order[:1]:
+            self.turn_to(first)
 
     def turn_to(self, replica: Replica) -> None:
         if self._now is not None:

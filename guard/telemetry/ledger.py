@@ -28,6 +28,9 @@ MAX_BATCH = 512
 LOG_EVERY_S = 60.0
 LINE_END = ord("\n")
 
+GATHER_S = 0.02
+"""One write for what comes within this time. While this thread runs, no answer goes on."""
+
 
 class LedgerError(RuntimeError):
     """A ledger that cannot be opened at start."""
@@ -77,9 +80,11 @@ class Ledger:
                 return
 
     def _batch(self) -> tuple[list[bytes], bool]:
-        """Wait for one line, then take what else is there. True: nothing comes after these."""
+        """Wait for one line, a little for others, then take what is there. True: nothing comes after these."""
         lines: list[bytes] = []
         line = self._queue.get()
+        if line is not None:
+            time.sleep(GATHER_S)
         while line is not None:
             lines.append(line)
             if len(lines) == MAX_BATCH:

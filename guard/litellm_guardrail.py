@@ -1,0 +1,232 @@
+"""The guard's policies as a guardrail of LiteLLM's own proxy, for people who run that one.
+
+    guardrails:
+      - guardrail_name: mia
+        litellm_params:
+          guardrail: guard.litellm_guardrail.MiaGuardrail
+          mode: [pre_call, post_call]
+          default_on: true
+          policy: /etc/guard/texts.yaml
+          engine: http://vllm:8000
+
+Owns the way between LiteLLM's hooks and a policy. Texts are judged here. What the model computes inside is read by a
+request of its own to ``engine``, a vLLM with the plugin, for one token; where LiteLLM's answer comes from the same one,
+its prefix cache has the prompt by then. LiteLLM is not changed, and nothing passes that the policy would block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+from fastapi import HTTPException
+from litellm.integrations.custom_guardrail import CustomGuardrail, log_guardrail_information
+from litellm.types.guardrails import GuardrailEventHooks
+
+from guard.data import data_folder
+from guard.policy import Decision, Judges, PolicyError, Question, bind, build_detectors, load_policy
+from guard.policy.judges import judges
+from guard.proxy.body import OURS, GuardedRequest
+from guard.proxy.chat import redacted_and_routed
+from guard.proxy.embeddings import embeddings_form
+from guard.proxy.errors import ApiError
+from guard.proxy.judging import AnswerJudge
+from guard.proxy.readouts import Finding, from_event, split_field
+from guard.proxy.verdict import judge, read_texts
+from guard.proxy.wire import Form, Frame, Texts
+from guard.proxy.wire_choices import chat_form, completions_form
+from guard.proxy.wire_messages import messages_form
+from guard.proxy.wire_responses import responses_form
+from guard.telemetry.record import RequestRecord
+
+FORMS: Mapping[str, Texts] = {
+    **dict.fromkeys(("completion", "acompletion"), chat_form),
+    **dict.fromkeys(("text_completion", "atext_completion"), completions_form),
+    **dict.fromkeys(("responses", "aresponses"), responses_form),
+    **dict.fromkeys(("embeddings", "embedding", "aembedding"), embeddings_form),
+    "anthropic_messages": messages_form,
+}
+"""LiteLLM's names of the calls that a policy can judge."""
+
+ANSWERS: Mapping[str, Form | None] = {
+    "ModelResponse": chat_form,
+    "ModelResponseStream": chat_form,
+    "TextCompletionResponse": completions_form,
+    "ResponsesAPIResponse": responses_form,
+    "EmbeddingResponse": None,
+}
+"""LiteLLM's classes of answers; None: no text is in it."""
+
+TEXTS = ("messages", "system", "prompt", "suffix", "input", "instructions", "tools", "functions", "response_format")
+ACTIONS = ("block", "flag", "redact")
+NO_ENGINE = "no vLLM with the plugin is configured for this guardrail (engine)"
+NOTE = "mia_guard"
+"""Where in a request's metadata the decision is, for LiteLLM's own logs."""
+
+
+class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
+    """One policy, as ``policy`` says it.
+
+    ``config_key`` and ``model_configs``: the calibrations, as the proxy's settings of these names. ``engine``: base URL
+    of a vLLM with the plugin and the taps that the policy needs, ``engine_model`` its model's name if that is not the
+    client's, ``engine_api_key_env`` the environment variable with its key. Other options are LiteLLM's.
+
+    Raises ``PolicyError``, for rules too that LiteLLM has no way for: those that steer, retry or route.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        config_key: str = "SmolLM2-135M-Instruct",
+        model_configs: str | None = None,
+        engine: str | None = None,
+        engine_model: str | None = None,
+        engine_api_key_env: str | None = None,
+        **options: Any,
+    ) -> None:
+        hooks = [GuardrailEventHooks.pre_call, GuardrailEventHooks.post_call]
+        super().__init__(supported_event_hooks=hooks, **options)
+        loaded = load_policy(Path(policy))
+        for i, rule in enumerate(loaded.policy.rules):
+            if rule.action not in ACTIONS and rule.mode == loaded.policy.mode == "enforce":
+                raise loaded.error(("rules", i, "action"), f"inside LiteLLM a rule can {', '.join(ACTIONS)}")
+        folder = Path(model_configs) if model_configs else data_folder("model_configs")
+        self._judges: Judges = judges(bind(loaded, build_detectors(loaded, config_key, folder)), None)
+        self._engine = engine.rstrip("/").removesuffix("/v1") if engine else ""
+        self._engine_model = engine_model
+        key = os.environ.get(engine_api_key_env) if engine_api_key_env else None
+        if engine_api_key_env and not key:
+            raise PolicyError(f"the environment has no {engine_api_key_env}, which is to hold the engine's key")
+        self._engine_headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    @log_guardrail_information  # type: ignore[untyped-decorator]
+    async def async_pre_call_hook(
+        self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
+    ) -> dict[str, Any]:
+        """Judge a request. The same ``data`` goes on, with the texts that rules redact replaced."""
+        form = FORMS.get(call_type)
+        if form is None:
+            raise HTTPException(400, {"error": f"calls of the kind {call_type} cannot be guarded"})
+        fields = {name: data[name] for name in TEXTS if name in data}
+        request = GuardedRequest(form, fields | {"model": str(data.get("model"))})
+        try:
+            form.check(request.fields)
+        except ApiError as error:
+            raise HTTPException(error.status, {"error": str(error)}) from None
+        decision = await self._decide(request)
+        data.setdefault("metadata", {})[NOTE] = _note(decision)
+        if decision.action == "block":
+            raise _blocked(decision)
+        changed = redacted_and_routed(request, decision, self._judges).fields
+        data.update({name: changed[name] for name in fields})
+        return data
+
+    async def async_post_call_success_hook(self, data: dict[str, Any], user_api_key_dict: Any, response: Any) -> Any:
+        """Judge a whole answer."""
+        if not self._judges.judges_answers or (form := _form_of(response)) is None:
+            return response
+        fields = response if isinstance(response, dict) else response.model_dump()
+        frame = Frame(b"", fields, None, form.pieces(fields))
+        await self._judge_answer([frame])
+        if not frame.changed:
+            return response
+        return fields if isinstance(response, dict) else type(response)(**fields)
+
+    async def async_post_call_streaming_iterator_hook(
+        self, user_api_key_dict: Any, response: AsyncIterator[Any], request_data: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        """Judge a streamed answer, which is held to its end where rules judge answers."""
+        if not self._judges.judges_answers:
+            async for chunk in response:
+                yield chunk
+            return
+        chunks = [chunk async for chunk in response]
+        frames = []
+        for chunk in chunks:
+            form = _form_of(chunk)
+            assert form is not None, "embeddings do not stream"
+            fields = chunk.model_dump()
+            choices = [choice for choice, _ in form.parts(fields)]
+            frames.append(Frame(b"", fields, choices[0] if choices else None, form.pieces(fields)))
+        await self._judge_answer(frames)
+        for chunk, frame in zip(chunks, frames, strict=True):
+            yield type(chunk)(**(frame.data or {})) if frame.changed else chunk
+
+    async def async_post_call_response_headers_hook(self, data: dict[str, Any], **_: Any) -> dict[str, str]:
+        """What was decided, under the proxy's names."""
+        note = (data.get("metadata") or {}).get(NOTE)
+        if note is None:
+            return {}
+        headers = {"x-guard-policy": self._judges.live.label, "x-guard-action": note["action"]}
+        return headers | ({"x-guard-rules": ",".join(note["rules"])} if note["rules"] else {})
+
+    async def _decide(self, request: GuardedRequest[Texts]) -> Decision:
+        live, roles, route = self._judges.live, request.roles, request.form.route
+        can_read = bool(self._engine) and route in (chat_form.route, completions_form.route)
+        asked = self._judges.ask(roles) if can_read else self._judges.ask_unread(roles, NO_ENGINE)
+        reading = self._read(request, asked) if asked.reads else _nothing()
+        texts, finding = await asyncio.gather(read_texts(self._judges, request), reading)
+        return judge(self._judges, asked, finding, RequestRecord(uuid4().hex, route, live.name, live.hash), texts)
+
+    async def _read(self, request: GuardedRequest[Texts], asked: Question) -> Finding:
+        """One token of an answer that nobody gets, for the readouts of its prompt."""
+        fields = {**request.fields, "max_tokens": 1, "vllm_xargs": {OURS: asked.wire}}
+        if self._engine_model is not None:
+            fields["model"] = self._engine_model
+        limit_s = self._judges.hold_s(asked) or self._judges.live.prompt_timeout_s
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=limit_s)) as session,
+                session.post(self._engine + request.form.route, json=fields, headers=self._engine_headers) as answer,
+            ):
+                body = await answer.read()
+        except TimeoutError:
+            return Finding(None, f"no readouts within {limit_s:g} s", timed_out=True)
+        except (aiohttp.ClientError, OSError) as error:
+            return Finding(None, f"the engine cannot be asked ({type(error).__name__})")
+        event = split_field(body)[1]
+        if answer.status != 200 or event is None:
+            return Finding(None, f"the engine sent no readouts (status {answer.status})")
+        return from_event(event, time.perf_counter())
+
+    async def _judge_answer(self, frames: list[Frame]) -> None:
+        """Takes out of an answer's parts what rules redact. Raises for a block."""
+        answer = AnswerJudge(self._judges, self._judges.ask_unread((), NO_ENGINE), None, NO_ENGINE)
+        for frame in frames:
+            answer.add(frame)
+        decision = (await answer.check(complete=True)).decision
+        if decision.action == "block":
+            raise _blocked(decision)
+        for frame in frames:
+            answer.redact(frame)
+
+
+async def _nothing() -> Finding:
+    return Finding(None, NO_ENGINE)
+
+
+def _form_of(answer: Any) -> Form | None:
+    """Raises for an answer in which nobody knows where texts are: it cannot be let pass unread."""
+    if isinstance(answer, dict) and answer.get("type") == "message":
+        return messages_form
+    name = type(answer).__name__
+    if name not in ANSWERS:
+        raise HTTPException(502, {"error": f"answers of the kind {name} cannot be guarded"})
+    return ANSWERS[name]
+
+
+def _note(decision: Decision) -> dict[str, Any]:
+    enforced = [hit for hit in decision.hits if hit.mode == "enforce" and hit.action != "allow"]
+    return {"action": decision.action, "rules": [hit.rule for hit in enforced], "reason": decision.reason}
+
+
+def _blocked(decision: Decision) -> HTTPException:
+    if decision.by is None:
+        return HTTPException(503, {"error": f"rule {decision.rule} lets nothing pass that cannot be measured"})
+    return HTTPException(400, {"error": f"{decision.message} (rule {decision.rule})", "code": "content_filter"})

@@ -1,0 +1,238 @@
+"""Models that nothing can be read in: those of other providers, through litellm, and of a vLLM without the plugin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from guard.settings import SettingsError
+from tests.proxy.conftest import BODY, IMPATIENT, Proxy, StartProxy, eventually
+from tests.proxy.detectors import register
+from tests.proxy.engine import FakeEngine, running
+
+POLICY = """\
+version: 1
+name: mixed
+detectors:
+  danger: {kind: probe}
+  leak: {kind: words, config: tiny}
+rules:
+  - {name: stop, when: {detector: danger, at_least: 0.9}, action: block, on_error: flag}
+  - {name: words, when: {detector: leak, at_least: 0.5}, action: block, message: No secrets.}
+  - {name: answer, stage: output, when: {detector: leak, at_least: 0.5}, action: block, message: No leaks.}
+"""
+STRICT = IMPATIENT.replace("on_error: flag", "on_error: block")
+PROMPT_ONLY = POLICY.replace("  - {name: answer", "  # {name: answer")
+ASKED: dict[str, Any] = {**BODY, "model": "far"}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    register(monkeypatch)
+    monkeypatch.setenv("FAR_KEY", "the-providers-key")
+    (tmp_path / "model_configs" / "words").mkdir(parents=True)
+    (tmp_path / "model_configs" / "words" / "tiny.json").write_text("{}")
+
+
+@pytest.fixture
+def providers(tmp_path: Path) -> Any:
+    """Writes the file for models that ``engine`` stands in for."""
+
+    def write(engine: FakeEngine, extra: str = "") -> Path:
+        path = tmp_path / "providers.yaml"
+        model = f"{{model: openai/far-away, api_base: {engine.url}/v1, api_key_env: FAR_KEY}}"
+        path.write_text(f"version: 1\nmodels:\n  far: {model}\n{extra}")
+        return path
+
+    return write
+
+
+def client(proxy: Proxy) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=proxy.url + "/v1", api_key="ours", max_retries=0)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_texts_are_judged_and_the_models_inside_is_unavailable(
+    start_proxy: StartProxy, providers: Any, stream: bool
+) -> None:
+    async with running(FakeEngine()) as far, running(FakeEngine()) as near:
+        async with start_proxy(near, POLICY, providers=providers(far)) as proxy:
+            messages: Any = [{"role": "user", "content": "hello"}]
+            options: Any = {"stream_options": {"include_usage": True}} if stream else {}
+            answer: Any = await client(proxy).chat.completions.create(
+                model="far", messages=messages, stream=stream, **options
+            )
+            if stream:
+                chunks = [chunk async for chunk in answer]
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+                assert chunks[0].model == "far"
+            else:
+                text = answer.choices[0].message.content
+            assert text == "The answer is 42."
+            messages = [{"role": "user", "content": "the secret"}]
+            with pytest.raises(openai.BadRequestError, match="No secrets") as blocked:
+                await client(proxy).chat.completions.create(model="far", messages=messages, stream=stream)
+            assert blocked.value.code == "content_filter"
+            first, second = await proxy.entries(2)
+        # The provider got its own key and nothing of ours; our vLLM got nothing at all.
+        assert [one["authorization"] for one in far.headers] == ["Bearer the-providers-key"]
+        assert far.specs == [None]
+        assert far.bodies[0]["model"] == "far-away"
+        assert near.bodies == []
+    assert (first["action"], first["rules"]) == ("flag", ["stop"])
+    assert "another provider" in first["detectors"]["danger"]
+    assert (second["action"], second["rule"]) == ("block", "words")
+
+
+async def test_an_answer_is_judged_as_vllms_is(start_proxy: StartProxy, providers: Any) -> None:
+    async with (
+        running(FakeEngine(scripts=[("the", " secret", " 1234")])) as far,
+        start_proxy(far, POLICY, providers=providers(far)) as proxy,
+    ):
+        for stream in (False, True):
+            status, _, body = await proxy.post({**ASKED, "stream": stream})
+            assert (status, json.loads(body)["error"]["message"]) == (400, "No leaks. (rule answer)")
+
+
+async def test_a_rule_that_lets_nothing_pass_unmeasured_blocks(start_proxy: StartProxy, providers: Any) -> None:
+    async with running(FakeEngine()) as far, start_proxy(far, STRICT, providers=providers(far)) as proxy:
+        status, _, body = await proxy.post(ASKED)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "guard_unavailable")
+        assert far.bodies == []
+
+
+async def test_other_models_go_to_vllm_and_both_are_listed(start_proxy: StartProxy, providers: Any) -> None:
+    async with running(FakeEngine()) as far, running(FakeEngine()) as near:
+        async with start_proxy(near, POLICY, providers=providers(far)) as proxy:
+            assert (await proxy.post())[0] == 200
+            assert [one.id async for one in client(proxy).models.list()] == ["tiny", "far"]
+            assert (await client(proxy).models.retrieve("far")).id == "far"
+        assert (len(near.bodies), far.bodies) == (1, [])
+        assert near.specs[0] is not None
+
+
+async def test_without_vllm_providers_are_all_there_is(start_proxy: StartProxy, providers: Any) -> None:
+    async with running(FakeEngine()) as far, start_proxy(far, POLICY, upstream="", providers=providers(far)) as proxy:
+        assert (await proxy.post(ASKED))[0] == 200
+        assert (await proxy.get("/readyz"))[0] == 200
+        assert [one.id async for one in client(proxy).models.list()] == ["far"]
+        status, _, body = await proxy.post()
+        assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "field", ["api_base", "base_url", "api_key", "custom_llm_provider", "mock_response", "metadata"]
+)
+async def test_what_would_steer_litellm_is_refused_not_passed(
+    start_proxy: StartProxy, providers: Any, field: str
+) -> None:
+    async with running(FakeEngine()) as far, start_proxy(far, POLICY, providers=providers(far)) as proxy:
+        status, _, body = await proxy.post({**ASKED, field: "http://127.0.0.1:1"})
+        error = json.loads(body)["error"]
+        assert (status, error["param"]) == (400, field)
+        assert far.bodies == []
+
+
+async def test_apis_that_are_not_translated_are_refused(start_proxy: StartProxy, providers: Any) -> None:
+    async with running(FakeEngine()) as far, start_proxy(far, POLICY, providers=providers(far)) as proxy:
+        status, _, body = await proxy.post({"model": "far", "input": "hello"}, path="/v1/responses")
+        assert (status, json.loads(body)["error"]["param"]) == (400, "model")
+
+
+async def test_errors_keep_their_status_but_not_those_about_our_key(start_proxy: StartProxy, providers: Any) -> None:
+    error = {"error": {"message": "the context is too long", "type": "invalid_request_error", "code": "too_long"}}
+    async with (
+        running(FakeEngine(error=(400, error, {}))) as far,
+        start_proxy(far, POLICY, providers=providers(far)) as proxy,
+    ):
+        status, _, body = await proxy.post(ASKED)
+        assert status == 400
+        assert "the context is too long" in json.loads(body)["error"]["message"]
+        far.error = (401, {"error": {"message": "the-providers-key is wrong"}}, {})
+        status, _, body = await proxy.post(ASKED)
+        assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_unavailable")
+        assert b"the-providers-key" not in body
+        assert len(far.bodies) == 2  # nothing was tried again behind the client's back
+
+
+async def test_a_client_that_leaves_ends_the_providers_stream(start_proxy: StartProxy, providers: Any) -> None:
+    async with (
+        running(FakeEngine(word_delay_s=0.3)) as far,
+        start_proxy(far, IMPATIENT, providers=providers(far)) as proxy,
+    ):
+        stream = await client(proxy).chat.completions.create(
+            model="far", messages=[{"role": "user", "content": "hello"}], stream=True
+        )
+        await anext(aiter(stream))
+        await stream.close()
+        await eventually(lambda: far.open == 0)
+        assert far.aborted == 1
+        assert (await proxy.entry())["outcome"] == "client_gone"
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error(start_proxy: StartProxy, providers: Any) -> None:
+    async with (
+        running(FakeEngine(break_after_words=2)) as far,
+        start_proxy(far, IMPATIENT, providers=providers(far)) as proxy,
+    ):
+        _, _, body = await proxy.post({**ASKED, "stream": True})
+        assert b"upstream_unavailable" in body
+        assert b"[DONE]" not in body
+
+
+async def test_embeddings_and_completions_go_there_too(start_proxy: StartProxy, providers: Any) -> None:
+    embedding = {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [0.5]}], "model": "x"}
+    embedding["usage"] = {"prompt_tokens": 1, "total_tokens": 1}
+    text = {"id": "c", "object": "text_completion", "created": 1, "model": "x"}
+    text["choices"] = [{"index": 0, "text": "42", "finish_reason": "stop"}]
+    async with (
+        running(FakeEngine(body=json.dumps(embedding).encode())) as far,
+        start_proxy(far, POLICY, providers=providers(far)) as proxy,
+    ):
+        found = await client(proxy).embeddings.create(model="far", input="hello", encoding_format="float")
+        assert found.data[0].embedding == [0.5]
+        far.body = json.dumps(text).encode()
+        answer = await client(proxy).completions.create(model="far", prompt="hello")
+        assert answer.choices[0].text == "42"
+        with pytest.raises(openai.BadRequestError, match="No secrets"):
+            await client(proxy).embeddings.create(model="far", input="the secret")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("version: 1\nmodels:\n  far: {model: far-away}\n", r"providers.yaml:3: models.far.model"),
+        ("version: 1\nmodels:\n  far: {model: a/b, api_key: sk-1}\n", r"providers.yaml:3: models.far.api_key"),
+        ("version: 1\nmodels:\n  far: {model: a/b, api_key_env: NO_SUCH}\n", "the environment has no NO_SUCH"),
+    ],
+)
+async def test_a_file_that_cannot_be_used_stops_the_start(
+    start_proxy: StartProxy, tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "providers.yaml").write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        async with start_proxy(FakeEngine(url="http://127.0.0.1:1"), POLICY, providers=tmp_path / "providers.yaml"):
+            pass
+
+
+async def test_a_vllm_without_the_plugin_is_asked_for_nothing_it_cannot_do(start_proxy: StartProxy) -> None:
+    async with running(FakeEngine(event="missing", word_delay_s=0.2)) as engine:
+        async with start_proxy(engine, PROMPT_ONLY, upstream_plugin=False) as proxy:
+            async with asyncio.timeout(30):
+                stream = await client(proxy).chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": "hello"}], stream=True
+                )
+                # It streams: nobody waits for readouts that never come.
+                await anext(aiter(stream))
+                assert engine.open == 1
+                await stream.close()
+            status, headers, _ = await proxy.post({**BODY, "messages": [{"role": "user", "content": "secret"}]})
+            assert (status, headers["x-guard-rules"]) == (400, "stop,words")
+            entry = (await proxy.entries(2))[0]
+        assert engine.specs == [None]
+    assert entry["detectors"]["danger"] == "unavailable: vLLM runs without the plugin (upstream_plugin)"

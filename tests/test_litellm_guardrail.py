@@ -1,0 +1,218 @@
+"""The policies inside LiteLLM's proxy: its hooks called as it calls them, and the real proxy where it is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fastapi import HTTPException
+
+from guard.litellm_guardrail import MiaGuardrail
+from guard.machine import free_port
+from guard.policy import PolicyError
+from tests.proxy.conftest import BLOCKED, write_probe
+from tests.proxy.detectors import register
+from tests.proxy.engine import FakeEngine, running
+from tests.servers import end, wait_ready
+
+litellm = pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
+
+POLICY = """\
+version: 1
+name: inside
+detectors:
+  danger: {kind: probe}
+  leak: {kind: words, config: tiny}
+rules:
+  - {name: stop, when: {detector: danger, at_least: 0.9}, action: block, on_error: flag}
+  - name: hide
+    when: {detector: leak, at_least: 0.5}
+    action: redact
+    redact: {messages: user, replacement: "[gone]"}
+    on_error: block
+  - {name: answer, stage: output, when: {detector: leak, at_least: 0.5}, action: block, message: No leaks.}
+"""
+IN_MODEL = "version: 1\nname: probing\ndetectors: {danger: {kind: probe}}\nrules:\n" + POLICY.splitlines()[6] + "\n"
+COMMAND = os.environ.get("GUARD_TEST_LITELLM")
+"""A ``litellm`` command whose environment has litellm[proxy], which is too large for every run of the tests."""
+
+MASTER_KEY = "sk-" + "0123456789abcdef" * 4
+Make = Callable[..., MiaGuardrail]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    register(monkeypatch)
+    folder = tmp_path / "model_configs"
+    write_probe(folder / "probe")
+    (folder / "words").mkdir()
+    (folder / "words" / "tiny.json").write_text("{}")
+
+    def build(policy: str = POLICY, **options: Any) -> MiaGuardrail:
+        (tmp_path / "policy.yaml").write_text(policy)
+        options = {"guardrail_name": "mia", "event_hook": ["pre_call", "post_call"], "default_on": True, **options}
+        return MiaGuardrail(str(tmp_path / "policy.yaml"), "tiny", str(folder), **options)
+
+    return build
+
+
+def request(text: str) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], "metadata": {}}
+
+
+async def ask(guardrail: MiaGuardrail, text: str, call_type: str = "acompletion") -> dict[str, Any]:
+    data: dict[str, Any] = await guardrail.async_pre_call_hook(
+        user_api_key_dict=None, cache=None, data=request(text), call_type=call_type
+    )
+    return data
+
+
+async def test_what_the_model_computes_decides_before_litellm_asks_anybody(make: Make) -> None:
+    async with running(FakeEngine()) as engine:
+        guardrail = make(engine=engine.url + "/v1", engine_model="theirs")
+        assert (await ask(guardrail, "hello"))["messages"][0]["content"] == "hello"
+        assert (engine.bodies[0]["model"], engine.bodies[0]["max_tokens"]) == ("theirs", 1)
+        engine.logit = BLOCKED
+        with pytest.raises(HTTPException) as blocked:
+            await ask(guardrail, "hello")
+        assert (blocked.value.status_code, blocked.value.detail["code"]) == (400, "content_filter")
+
+
+async def test_without_an_engine_its_detectors_are_unavailable_and_texts_are_judged(make: Make) -> None:
+    guardrail = make()
+    data = await ask(guardrail, "the secret")
+    assert data["messages"][0]["content"] == "[gone]"
+    assert data["metadata"]["mia_guard"]["rules"] == ["stop", "hide"]
+    headers = await guardrail.async_post_call_response_headers_hook(data=data, user_api_key_dict=None, response=None)
+    assert (headers["x-guard-action"], headers["x-guard-rules"]) == ("redact", "stop,hide")
+
+
+@pytest.mark.parametrize("fault", [{"event": "garbled"}, {"event": "missing"}, {"error": (500, {}, {})}, None])
+async def test_an_engine_that_does_not_answer_is_no_score(make: Make, fault: dict[str, Any] | None) -> None:
+    strict = IN_MODEL.replace("on_error: flag", "on_error: block")
+    async with running(FakeEngine(**fault or {})) as engine:
+        guardrail = make(strict, engine=engine.url if fault else f"http://127.0.0.1:{free_port()}")
+        with pytest.raises(HTTPException) as blocked:
+            await ask(guardrail, "hello")
+    assert blocked.value.status_code == 503
+
+
+async def test_calls_that_no_policy_can_read_are_refused(make: Make) -> None:
+    with pytest.raises(HTTPException, match="image_generation cannot be guarded"):
+        await ask(make(), "hello", "image_generation")
+    with pytest.raises(HTTPException, match="messages"):
+        await make().async_pre_call_hook(None, None, {"model": "tiny", "messages": "hello"}, "acompletion")
+
+
+async def test_answers_are_judged_whole_and_streamed(make: Make) -> None:
+    guardrail = make()
+    for text, passes in (("all fine", True), ("the secret", False)):
+        message = {"role": "assistant", "content": text}
+        whole = litellm.ModelResponse(choices=[{"index": 0, "message": message, "finish_reason": "stop"}])
+        if passes:
+            assert await guardrail.async_post_call_success_hook({}, None, whole) is whole
+        else:
+            with pytest.raises(HTTPException, match="No leaks"):
+                await guardrail.async_post_call_success_hook({}, None, whole)
+        chunks = [chunk_of(part) for part in (text[:6], text[6:])]
+        stream = guardrail.async_post_call_streaming_iterator_hook(None, stream_of(chunks), {})
+        if passes:
+            assert [chunk async for chunk in stream] == chunks
+        else:
+            with pytest.raises(HTTPException, match="No leaks"):
+                await anext(stream)
+
+
+async def test_answers_are_redacted_where_a_rule_says_so(make: Make) -> None:
+    guardrail = make(POLICY.replace("action: block, message: No leaks.", 'action: redact, redact: {replacement: "#"}'))
+    message = {"role": "assistant", "content": "the secret is out"}
+    whole = litellm.ModelResponse(choices=[{"index": 0, "message": message, "finish_reason": "stop"}])
+    changed = await guardrail.async_post_call_success_hook({}, None, whole)
+    assert changed.choices[0].message.content == "the # is out"
+    chunks = [chunk_of("the sec"), chunk_of("ret is out")]
+    seen = [c async for c in guardrail.async_post_call_streaming_iterator_hook(None, stream_of(chunks), {})]
+    assert "".join(chunk.choices[0].delta.content for chunk in seen) == "the # is out"
+
+
+def chunk_of(text: str) -> Any:
+    return litellm.ModelResponseStream(choices=[{"index": 0, "delta": {"content": text}}])
+
+
+async def stream_of(chunks: list[Any]) -> AsyncIterator[Any]:
+    for chunk in chunks:
+        yield chunk
+
+
+def test_rules_that_litellm_has_no_way_for_stop_the_start(make: Make) -> None:
+    steering = "    action: steer\n    steer: [{vector: calm, layer: 3, coefficient: 2}]\n"
+    text = IN_MODEL + "  - name: calm\n    when: {detector: danger, at_least: 0.5}\n" + steering
+    with pytest.raises(PolicyError, match=r"policy.yaml:\d+: rules.1.action: inside LiteLLM a rule can block"):
+        make(text)
+
+
+@contextmanager
+def real_proxy(tmp_path: Path, upstream: str) -> Iterator[str]:
+    write_probe(tmp_path / "model_configs" / "probe")
+    (tmp_path / "policy.yaml").write_text(IN_MODEL)
+    (tmp_path / "config.yaml").write_text(f"""\
+model_list:
+  - model_name: tiny
+    litellm_params: {{model: hosted_vllm/tiny, api_base: "{upstream}/v1", api_key: none}}
+guardrails:
+  - guardrail_name: mia
+    litellm_params:
+      guardrail: guard.litellm_guardrail.MiaGuardrail
+      mode: [pre_call, post_call]
+      default_on: true
+      policy: {tmp_path}/policy.yaml
+      config_key: tiny
+      model_configs: {tmp_path}/model_configs
+      engine: {upstream}
+general_settings: {{master_key: {MASTER_KEY}}}
+""")
+    port = free_port()
+    command = [str(COMMAND), "--config", str(tmp_path / "config.yaml"), "--host", "127.0.0.1", "--port", str(port)]
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    with (tmp_path / "litellm.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+    try:
+        wait_ready(process, f"http://127.0.0.1:{port}/health/liveliness", tmp_path / "litellm.log")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        end(process)
+
+
+@pytest.mark.skipif(COMMAND is None, reason="GUARD_TEST_LITELLM names no litellm command; its proxy is 700 MB large")
+async def test_the_real_litellm_proxy_blocks_what_the_model_recognises(tmp_path: Path) -> None:
+    async with running(FakeEngine()) as engine:
+        with real_proxy(tmp_path, engine.url) as url:
+            client = openai.AsyncOpenAI(base_url=url, api_key=MASTER_KEY)
+            messages: Any = [{"role": "user", "content": "hello"}]
+            raw = await client.chat.completions.with_raw_response.create(model="tiny", messages=messages)
+            assert raw.parse().choices[0].message.content == "The answer is 42."
+            assert raw.headers["x-guard-action"] == "allow"
+            stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+            assert text == "The answer is 42."
+            asked = len(engine.bodies)
+            assert [spec is not None for spec in engine.specs] == [True, False, True, False]
+            engine.logit = BLOCKED
+            for streamed in (False, True):
+                with pytest.raises(openai.BadRequestError) as blocked:
+                    await client.chat.completions.create(model="tiny", messages=messages, stream=streamed)
+                assert "rule stop" in str(blocked.value)
+            # Twice read, never answered, never tried again.
+            assert len(engine.bodies) == asked + 2
+
+
+def test_importing_the_guard_does_not_load_litellm() -> None:
+    code = "import sys, guard.cli, guard.serve; sys.exit('litellm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
