@@ -70,7 +70,7 @@ def planned_detectors() -> dict[str, Planned]:
 def test_the_engine_gets_taps_for_what_the_policy_reads_and_steers_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm", "unused"})
-    assert engine_config_for([bound], tmp_path) == EngineConfig(
+    assert engine_config_for([bound], tmp_path, tmp_path) == EngineConfig(
         hidden_layers=(9, 15),
         attention_heads=((2, 0), (5, 1)),
         steering_layers=(3, 7),
@@ -86,7 +86,7 @@ def test_the_engine_gets_taps_for_every_policy_that_may_judge_shadows_too(tmp_pa
             POLICY.replace("name: test", f"name: {name}").replace("layer: 3", f"layer: {layer}")
         )
         bound.append(bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"}))
-    assert engine_config_for(bound, tmp_path).steering_layers == (3, 7, 9)
+    assert engine_config_for(bound, tmp_path, tmp_path).steering_layers == (3, 7, 9)
 
 
 def test_a_gate_on_a_probe_of_the_engine_needs_an_engine_that_has_it(tmp_path: Path) -> None:
@@ -98,18 +98,18 @@ def test_a_gate_on_a_probe_of_the_engine_needs_an_engine_that_has_it(tmp_path: P
     (tmp_path / "policy.yaml").write_text(gated)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})
     with pytest.raises(StartError, match="policy test has a gate on drift, a probe of the engine"):
-        engine_config_for([bound], tmp_path)
+        engine_config_for([bound], tmp_path, tmp_path)
 
 
 def test_the_engine_accepts_every_request_that_the_policy_makes(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})
-    engine_config_for([bound], tmp_path).check(bound.spec)
+    engine_config_for([bound], tmp_path, tmp_path).check(bound.spec)
 
 
 def test_a_policy_without_detectors_needs_no_taps(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("{version: 1, name: empty}")
-    assert engine_config_for([bind(load_policy(tmp_path / "policy.yaml"), {})], tmp_path) == EngineConfig()
+    assert engine_config_for([bind(load_policy(tmp_path / "policy.yaml"), {})], tmp_path, tmp_path) == EngineConfig()
 
 
 def test_vllm_listens_on_loopback_and_the_callers_arguments_come_last(tmp_path: Path) -> None:

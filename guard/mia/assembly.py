@@ -1,7 +1,8 @@
 """Records of steps become the readouts of requests.
 
 Owns what was read and not yet sent, the formulas over several steps (means, reports), and when something is sent:
-readouts of the prompt with the first token, what grows with the answer every ``SETTLE_STEPS`` steps and at its end.
+readouts of the prompt with the first token, what grows with the answer every ``SETTLE_STEPS`` steps, or as often as a
+request wants to see it grow, and at its end.
 Until then a step's record is only kept, so that a step costs the same however many requests it reads. Lives in the
 engine's core, which alone knows that a request has ended; never touches vLLM.
 """
@@ -57,6 +58,7 @@ class Gathered:
     ``next_record``: the first record in the log that is not in here yet. ``parts``: by capture, ``sums``: of attention
     that is averaged. ``failed``: captures that cannot become complete any more, and why; ``told``: those among them
     that go on through the answer and whose failure was sent. ``prompt_due``: the prompt was read, and not yet sent.
+    ``unsent_steps``: in which it was read since it last sent something, where it asks for progress.
     """
 
     spec: MiaSpec
@@ -69,6 +71,7 @@ class Gathered:
     told: set[str] = field(default_factory=set)
     steering: list[SteeringReport] = field(default_factory=list)
     prompt_due: bool = False
+    unsent_steps: int = 0
 
     def fail(self, capture: str, reason: str) -> None:
         """A capture cannot become complete any more, and neither can what waits for it."""
@@ -112,6 +115,7 @@ class Assembler:
         self._runs: dict[tuple[int, int], list[Run]] = {}
         self._due: set[str] = set()
         self.requests: dict[str, Gathered] = {}
+        self._progressing: dict[str, Gathered] = {}
 
     def take(self, record: StepRecord, alive: Container[str]) -> None:
         """Keep a step's record. ``alive``: requests that have not ended; some may have since the step began."""
@@ -119,13 +123,18 @@ class Assembler:
             if request_id not in alive:
                 continue
             reports = [SteeringReport() for _ in spec.steer]
-            self.requests[request_id] = Gathered(
-                spec, prompt_len, spec.captures, next_record=len(self._log), steering=reports
-            )
+            gathered = Gathered(spec, prompt_len, spec.captures, next_record=len(self._log), steering=reports)
+            self.requests[request_id] = gathered
+            if spec.progress_tokens is not None:
+                self._progressing[request_id] = gathered
         self._log.append(record)
         if record.layout.offset == 0:
             ended = (id_ for id_, one in record.layout.requests.items() if one.prompt_ended)
             self._due.update(id_ for id_ in ended if id_ in self.requests)
+        for request_id, gathered in self._progressing.items():
+            gathered.unsent_steps += request_id in record.layout.requests
+            if gathered.unsent_steps >= (gathered.spec.progress_tokens or SETTLE_STEPS):
+                self._due.add(request_id)
         if len(self._log) >= SETTLE_STEPS:
             for request_id, gathered in self.requests.items():
                 self._settle(request_id, gathered)
@@ -143,6 +152,7 @@ class Assembler:
         if gathered is None:
             return None
         self._due.discard(request_id)
+        gathered.unsent_steps = 0
         self._settle(request_id, gathered)
         prompt = _prompt(gathered) if gathered.prompt_due else None
         grown = {
@@ -160,6 +170,7 @@ class Assembler:
         """Requests have ended."""
         for request_id in request_ids:
             self.requests.pop(request_id, None)
+            self._progressing.pop(request_id, None)
             self._due.discard(request_id)
         if not self.requests:
             self._log, self._runs = [], {}

@@ -15,7 +15,7 @@ import asyncio
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -104,7 +104,8 @@ class RequestContext:
 
     ``vectors``: digests of the engine's steering vectors by name. ``max_grown_bytes``: most that what grows with one
     answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``keys_from_cache``: see the function
-    of that name. ``growing``: by prompt's request id and choice.
+    of that name. ``shows_progress``: whether what grows can leave before the answer's end. ``growing``: by prompt's
+    request id and choice.
     """
 
     spec: MiaSpec
@@ -112,6 +113,7 @@ class RequestContext:
     max_grown_bytes: int = 2**63
     max_answer_bytes: int = 2**63
     keys_from_cache: bool = False
+    shows_progress: bool = False
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError(NO_MESSAGES))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
     growing: dict[tuple[str, int], Growing] = field(default_factory=dict)
@@ -342,7 +344,7 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
         if state is not None and output.kv_transfer_params and "mia" in output.kv_transfer_params:
             wire = output.kv_transfer_params.pop("mia")
             output.kv_transfer_params = output.kv_transfer_params or None
-            _receive(state.mia, state, wire)
+            _receive(state.mia, state, wire, ended=output.finished)
     processed = original(processor, outputs, *args, **kwargs)
     for output in outputs:
         if output.request_id in asking and output.request_id not in processor.request_states:
@@ -355,8 +357,8 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
     return processed
 
 
-def _receive(context: RequestContext, state: Any, wire: Any) -> None:
-    """What one engine step gave for one choice."""
+def _receive(context: RequestContext, state: Any, wire: Any, *, ended: bool) -> None:
+    """What one engine step gave for one choice. ``ended``: its last one."""
     request_id, choice = state.external_req_id, state.request_index
     reading = StepReading.from_wire(wire)
     if reading.prompt is not None:
@@ -367,13 +369,29 @@ def _receive(context: RequestContext, state: Any, wire: Any) -> None:
     if reading.grown or reading.steering:
         growing = context.growing.setdefault((request_id, choice), Growing())
         growing.steering = reading.steering or growing.steering
+        news: dict[str, Readout | FetchedRows] = {}
         for name, part in reading.grown.items():
             item = _fetched(part)
+            news[name] = item
             growing.size_bytes += item.size_bytes if isinstance(item, FetchedRows) else size_bytes(item)
             if growing.size_bytes > context.max_grown_bytes:
-                item = not_complete(context.spec.captures[name], "dropped", TOO_LONG)
+                item = news[name] = not_complete(context.spec.captures[name], "dropped", TOO_LONG)
                 growing.parts[name] = []
             growing.parts.setdefault(name, []).append(item)
+        if news and context.shows_progress and not ended:
+            context.deliver(_progress(context, state, news))
+
+
+def _progress(context: RequestContext, state: Any, news: Mapping[str, Readout | FetchedRows]) -> Readouts:
+    """Rows that have come of an answer that goes on."""
+    prompt = context.prompts[state.external_req_id]
+    token_ids = [*prompt.token_ids, *state.detokenizer.output_token_ids]
+    items = {
+        name: with_token_ids(_whole(context.spec.captures[name], [item]), token_ids) for name, item in news.items()
+    }
+    return Readouts(
+        items, prompt.span_tokens, len(prompt.token_ids), prompt.index, state.request_index, stage="progress"
+    )
 
 
 def _fetched(part: Part) -> Readout | FetchedRows:

@@ -87,6 +87,11 @@ class DetectorUse(Section):
     `tool_results`; `new_tool_results`, those in the last turn. Earlier turns count as judged when they were new, which
     a client with a made-up history can use. Default: the detector's own choice."""
 
+    inputs: Annotated[
+        dict[SpanName, DetectorName], Field(examples=[{"probe": "injection", "text_baseline": "words"}])
+    ] = {}  # noqa: RUF012
+    """For a kind that combines scores: each of its inputs and the detector of this policy whose score that is."""
+
     scope: Annotated[Selectors, Field(examples=[["new_tool_results"], ["user"]])] = ()
     """Selectors and words as in `spans`. A request without any such message is not measured: the detector's status is
     `not_applicable` and its conditions are false. Roles are what the client writes, so let another rule judge requests
@@ -182,8 +187,9 @@ class Rule(Section):
 
     stage: Stage = "prompt"
     """When it is judged. `prompt`: once the model has read the prompt, before the first byte of the answer. `stream`:
-    while the answer is generated, by detectors of text or of the prompt, and once more at its end. `output`: when it is
-    complete. With several choices each is judged, and the worst decides."""
+    while the answer is generated, and once more at its end. `output`: when it is complete; detectors that have the
+    model read the answer once more are for this stage alone. With several choices each is judged, and the worst
+    decides."""
 
     when: Condition | None = None
     """The condition. Only a steering with a `gate` can do without: it then goes with every request, and the gate alone
@@ -325,6 +331,15 @@ class Policy(Section):
                     f"rule {rule.name!r} uses detectors that are not defined: {', '.join(unknown)}; "
                     f"defined are: {', '.join(sorted(self.detectors)) or 'none'}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _inputs_are_detectors(self) -> Self:
+        for name, use in self.detectors.items():
+            if unknown := sorted(set(use.inputs.values()) - self.detectors.keys()):
+                raise ValueError(f"detector {name!r} takes the scores of {', '.join(unknown)}, which are not defined")
+            if nested := sorted(of for of in use.inputs.values() if self.detectors[of].inputs):
+                raise ValueError(f"detector {name!r} takes the score of {nested[0]!r}, which is itself a combination")
         return self
 
     @model_validator(mode="after")

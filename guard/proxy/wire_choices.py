@@ -92,6 +92,10 @@ def _tokens(choice: Fields) -> int:
     return max(1, len(shown))
 
 
+def _words(channel: str) -> bool:
+    return channel in ("content", "text")
+
+
 def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
     choices = data.get("choices") or []
     if len(choices) < 2:
@@ -155,6 +159,7 @@ chat_form = Form(
     roles=lambda fields: tuple(message["role"] for message in fields["messages"]),
     slots=_slots_of_messages,
     choices=_number_of_choices,
+    words=_words,
     pieces=_pieces,
     parts=_parts,
     ends=_ends,
@@ -168,6 +173,7 @@ completions_form = Form(
     roles=lambda fields: ("user",),
     slots=_slots_of_prompt,
     choices=_number_of_choices,
+    words=_words,
     pieces=_pieces,
     parts=_parts,
     ends=_ends,

@@ -119,6 +119,10 @@ def _of_part(channel: str, part: Fields) -> list[tuple[str, Fields, str]]:
     return [(f"{channel}.{name}", part, name) for name in ("text", "refusal")]
 
 
+def _words(channel: str) -> bool:
+    return ".output_text." in f"{channel}." or (".content." in channel and channel.endswith(".text"))
+
+
 def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
     return [(0, data)]
 
@@ -184,6 +188,7 @@ responses_form = Form(
     roles=_roles,
     slots=_slots,
     choices=lambda fields: 1,
+    words=_words,
     pieces=_pieces,
     parts=_parts,
     ends=_ends,

@@ -13,6 +13,7 @@ from detectors.base import CapturePlan, Score
 from guard.mia.results import AttentionReadout, HiddenReadout, Readout, Readouts
 from guard.mia.spec import AttentionCapture, Gate, HiddenCapture, parse_spec
 from guard.policy import PolicyError, bind, load_policy
+from guard.policy.judges import judges
 from guard.policy.measuring import question
 
 POLICY = """\
@@ -134,11 +135,21 @@ class Grown(Fake):
         return CapturePlan(hidden={"h": HiddenCapture(layer=3, positions="generated")})
 
 
-@pytest.mark.parametrize("stage", ["prompt", "stream"])
-def test_what_is_read_at_an_answers_end_cannot_be_judged_before(tmp_path: Path, stage: str) -> None:
-    loaded = load(tmp_path, POLICY.replace("action: block", f"action: block\n    stage: {stage}", 1))
-    with pytest.raises(PolicyError, match=r"rules.0.stage: one reads generated tokens.*stage output"):
-        bind(loaded, {"one": Grown(), "two": Fake()})
+def test_what_is_read_of_an_answer_cannot_be_judged_with_the_prompt(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"rules.0.stage: one reads generated tokens.*stage stream"):
+        bind(load(tmp_path), {"one": Grown(), "two": Fake()})
+
+
+def test_a_rule_that_judges_a_growing_answer_has_the_engine_send_it_several_times_a_window(tmp_path: Path) -> None:
+    text = (
+        POLICY.replace("action: block", "action: block\n    stage: stream", 1)
+        + "streaming: window\nwindow_tokens: 20\n"
+    )
+    text = text[: text.index("  - name: calm")] + text[text.index("streaming") :]
+    policy = bind(load(tmp_path, text), {"one": Grown(), "two": Fake()})
+    assert policy.progress_tokens == 5
+    assert judges(policy, None).ask(("user",)).spec.progress_tokens == 5
+    assert bind(load(tmp_path, text), {"one": Fake(), "two": Fake()}).progress_tokens is None
 
 
 def test_an_answers_scores_are_no_part_of_the_prompts(tmp_path: Path) -> None:
