@@ -35,8 +35,8 @@ class Score:
     ``not_applicable`` is the policy's word for a request that has nothing the detector is for; detectors never say it.
     ``timed_out``: unavailable because it did not come in time. ``spans``: of a text, the characters [start, end) that
     make the score what it is, for redaction; empty when no part stands out. ``passages``: of the prompt, the tokens
-    that make it so, the strongest first. ``labels``: what the detector tells apart and the probability of each, where
-    it tells more than yes and no.
+    that make it so, the strongest first. ``details``: further numbers by name, such as the probability of each label
+    where a detector tells more than yes and no apart.
     """
 
     status: ScoreStatus
@@ -45,7 +45,7 @@ class Score:
     timed_out: bool = False
     spans: tuple[tuple[int, int], ...] = ()
     passages: tuple[Passage, ...] = ()
-    labels: tuple[tuple[str, float], ...] = ()
+    details: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -145,7 +145,7 @@ def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) 
     for name, use in loaded.policy.detectors.items():
         config = use.config or config_key
         own = loaded.file_of(("detectors", name, "config")).parent / config
-        path = own if config.endswith(".json") else model_configs / use.kind / f"{config}.json"
+        path = own if config.endswith((".json", ".npz")) else model_configs / use.kind / f"{config}.json"
         try:
             built[name] = build_detector(use.kind, path)
         except UnknownDetectorError as error:

@@ -78,8 +78,8 @@ class DetectorUse(Section):
     """Which detector: a built-in kind or one that an installed package registers."""
 
     config: Annotated[str | None, Field(examples=["SmolLM2-135M-Instruct", "my-probe.json"])] = None
-    """Its calibration. A name means `model_configs/KIND/NAME.json`; a path ending in `.json` is relative to this file.
-    Default: the file named after the served model."""
+    """Its calibration. A name means `model_configs/KIND/NAME.json`; a path ending in `.json`, or in `.npz` for MIA's
+    `h_node` probes, is relative to this file. Default: the file named after the served model."""
 
     spans: Annotated[dict[SpanName, Selectors], Field(examples=[{"data": ["user.last", "tool"]}])] = {}  # noqa: RUF012
     """Which messages the detector's spans mean: span name to selectors (`ROLE`, `ROLE.first`, `ROLE.last`, `message.N`,
