@@ -165,9 +165,7 @@ def read_mia_probe(npz: Path, *, read: Literal["answer", "prompt"] = "prompt") -
     if size != int(arrays["hidden_size"]):
         raise ModelConfigError(f"{npz}: hidden_size is {int(arrays['hidden_size'])}, and the weights are for {size}")
     info_of_model = ModelInfo(provider="MIA", name=info.model_name or npz.parent.name)
-    return HNode(
-        HNodeConfig.model_validate({"model_info": {"provider": "MIA", "name": name}, "params": params}), weights
-    )
+    return HNode(HNodeConfig(model_info=info_of_model, params=params), weights)
 
 
 def _mia_arrays(npz: Path) -> dict[str, FloatArray]:

@@ -187,14 +187,14 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "detectors": "scored, or unavailable or not_applicable and why.",
     "timed_out": "Detectors that are unavailable because their score did not come in time.",
     "details": "Of detectors that say more than their score: numbers by name, such as the probability of each label.",
-    "passages": "Of detectors that say where in the prompt: token ranges [start, end) and their share of what the detector "
-    "looks at, the strongest first.",
+    "passages": "Of detectors that say where in the prompt: token ranges [start, end) and their share of what the "
+    "detector looks at, the strongest first.",
     "measured": "What each score depends on, as KIND@HASH: scores compare where these are the same.",
     "shadow": "What the shadow policy beside would have done: policy, policy_hash, action, rule, reason, hits, scores, "
     "detectors, timed_out, details, passages, measured, all as above; null without one.",
     "answer": "What rules of the stages stream and output made of the answer: the choice that decided, action, rule, "
-    "reason, its scores, detectors, timed_out, details, passages, measured, how many attempts there were to generate it again, what "
-    "the shadow policy would have done (would), and how long detectors had the model read about it (second_pass_ms); "
+    "reason, its scores, detectors, timed_out, details, passages, measured, how many attempts there were to generate "
+    "it again, what the shadow policy would have done (would), and how long detectors had the model read about it (second_pass_ms); "
     "null when no rule judges answers, or there was none.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
