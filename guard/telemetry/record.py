@@ -194,8 +194,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "detectors, timed_out, details, passages, measured, all as above; null without one.",
     "answer": "What rules of the stages stream and output made of the answer: the choice that decided, action, rule, "
     "reason, its scores, detectors, timed_out, details, passages, measured, how many attempts there were to generate "
-    "it again, what the shadow policy would have done (would), and how long detectors had the model read about it (second_pass_ms); "
-    "null when no rule judges answers, or there was none.",
+    "it again, what the shadow policy would have done (would), and how long detectors had the model read about it "
+    "(second_pass_ms); null when no rule judges answers, or there was none.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
