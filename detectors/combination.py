@@ -77,9 +77,7 @@ class Combination:
             else:
                 logit += one.weight * transformed(value, one.transform)
         if lost:
-            reasons = [
-                f"{kind} has no score ({score.reason if score else 'it was not measured'})" for kind, score in lost
-            ]
+            reasons = [f"{kind}: {score.reason if score else 'it was not measured'}" for kind, score in lost]
             late = all(score is not None and score.timed_out for _, score in lost)
             return Score("unavailable", reason="; ".join(reasons), timed_out=late)
         return Score("scored", float(sigmoid(logit)), reason="; ".join(taken))

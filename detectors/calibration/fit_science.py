@@ -70,7 +70,8 @@ def science_files(
     """What the JSON says, and the bytes of the weights' file. norm_gain: ``[hidden_size]``, the model's final norm."""
     raw = save(
         {
-            WEIGHT: fitted.weight.astype(np.float32),
+            # What scikit-learn leaves may lie in columns, which safetensors would write as rows.
+            WEIGHT: np.ascontiguousarray(fitted.weight, np.float32),
             BIAS: fitted.bias.astype(np.float32),
             GAIN: np.asarray(norm_gain, np.float32),
         },
