@@ -1,5 +1,5 @@
-"""Detectors that need more than one look at the prompt, through the proxy: of an answer while it grows, by a second pass,
-and from other detectors' scores."""
+"""Detectors that need more than one look at the prompt, through the proxy: of an answer while it grows, by a second
+pass, and from other detectors' scores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from detectors.science_prompt import PROMPT_SHA256, SYSTEM
+from guard.policy import PolicyError
 from tests.detectors.weights import write
 from tests.proxy.conftest import BODY, StartProxy
 from tests.proxy.engine import FakeEngine, running
@@ -235,8 +236,8 @@ def changed(text: str, old: str, new: str) -> str:
 async def test_a_policy_whose_detectors_do_not_fit_is_refused_with_the_field(
     start_proxy: StartProxy, policy: str, message: str
 ) -> None:
-    with pytest.raises(Exception, match=message):
-        async with start_proxy(FakeEngine(), policy):
+    with pytest.raises(PolicyError, match=message):
+        async with start_proxy(FakeEngine(url="http://127.0.0.1:1"), policy):
             raise AssertionError("it started")
 
 
