@@ -6,6 +6,7 @@ engine accepts. Never sees a tensor or HTTP.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,15 +16,18 @@ from pydantic import ValidationError
 
 from detectors.base import AnyDetector, Score, ScoreDetector
 from detectors.model_config import ModelConfigError
-from detectors.registry import UnknownDetectorError, build_detector
+from detectors.registry import UnknownDetectorError, build_detector, detector_kinds
 from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec, Steer
+from guard.policy.absent import AbsentDetector
 from guard.policy.compiled import compile_rules
 from guard.policy.engine import CompiledRule, Decision, decide, longest_wait_s
 from guard.policy.gates import steering_of
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.measuring import Measurement, Question, Steering, measurement, question, with_combined
 from guard.policy.schema import DetectorUse, Rule, Stage, Streaming, detectors_in
+
+log = logging.getLogger("guard.policy")
 
 PROGRESS_IN_WINDOW = 4
 """How often in a window of tokens the engine says what an answer has in it."""
@@ -141,11 +145,16 @@ class BoundPolicy:
 
 def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) -> dict[str, AnyDetector]:
     """Build the policy's detectors from the calibrations of one model. Raises ``PolicyError``."""
-    built = {}
+    built: dict[str, AnyDetector] = {}
     for name, use in loaded.policy.detectors.items():
         config = use.config or config_key
         own = loaded.file_of(("detectors", name, "config")).parent / config
         path = own if config.endswith((".json", ".npz")) else model_configs / use.kind / f"{config}.json"
+        if use.optional and use.kind in detector_kinds() and not path.exists():
+            absent = AbsentDetector(use.kind, path)
+            log.warning("policy %s: detector %s: %s", loaded.label, name, absent.reason)
+            built[name] = absent
+            continue
         try:
             built[name] = build_detector(use.kind, path)
         except UnknownDetectorError as error:
@@ -164,7 +173,8 @@ def bind(
     for more than an engine takes in one request.
     """
     policy = loaded.policy
-    rules = compile_rules(loaded, {name: detector.thresholds for name, detector in detectors.items()})
+    absent = [name for name, detector in detectors.items() if isinstance(detector, AbsentDetector)]
+    rules = compile_rules(loaded, {name: detector.thresholds for name, detector in detectors.items()}, absent)
     measurements = {name: _measurement(loaded, name, detector) for name, detector in detectors.items()}
     steerings = {}
     for i, rule in enumerate(policy.rules):
@@ -201,6 +211,9 @@ def bind(
 def _measurement(loaded: LoadedPolicy, name: str, detector: AnyDetector) -> Measurement:
     try:
         use = loaded.policy.detectors[name]
+        if isinstance(detector, AbsentDetector):
+            # Whatever spans and inputs it would have, there is nothing to bind them to.
+            use = DetectorUse(kind=use.kind, scope=use.scope)
         return measurement(name, detector, use, use.inputs)
     except ValueError as error:
         raise loaded.error(("detectors", name, "spans"), str(error)) from None
@@ -241,6 +254,8 @@ def _check_stages(loaded: LoadedPolicy, bound: BoundPolicy) -> None:
 def _check_inputs(loaded: LoadedPolicy, bound: BoundPolicy) -> None:
     """A combination has the score of each of its inputs' kinds, and nothing else takes scores."""
     for name, detector in bound.detectors.items():
+        if isinstance(detector, AbsentDetector):
+            continue
         given = bound.measurements[name].inputs
         wanted = detector.inputs if isinstance(detector, ScoreDetector) else ()
         at = ("detectors", name, "inputs")

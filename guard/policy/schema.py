@@ -81,6 +81,10 @@ class DetectorUse(Section):
     """Its calibration. A name means `model_configs/KIND/NAME.json`; a path ending in `.json`, or in `.npz` for MIA's
     `h_node` probes, is relative to this file. Default: the file named after the served model."""
 
+    optional: bool = False
+    """Whether the policy can do without it: for a model without such a calibration the detector is `unavailable`, which
+    is logged at start, and its rules follow their `on_error`. Default: the policy is refused."""
+
     spans: Annotated[dict[SpanName, Selectors], Field(examples=[{"data": ["user.last", "tool"]}])] = {}  # noqa: RUF012
     """Which messages the detector's spans mean: span name to selectors (`ROLE`, `ROLE.first`, `ROLE.last`, `message.N`,
     each also with `.part.N`) or words: `last_turn`, every message after the last answer that was replied to;

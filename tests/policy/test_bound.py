@@ -12,7 +12,7 @@ import pytest
 from detectors.base import CapturePlan, Score
 from guard.mia.results import AttentionReadout, HiddenReadout, Readout, Readouts
 from guard.mia.spec import AttentionCapture, Gate, HiddenCapture, parse_spec
-from guard.policy import PolicyError, bind, load_policy
+from guard.policy import PolicyError, bind, build_detectors, load_policy
 from guard.policy.judges import judges
 from guard.policy.measuring import question
 
@@ -288,3 +288,37 @@ def test_names_that_do_not_exist_are_reported_at_their_line(tmp_path: Path, old:
     with pytest.raises(PolicyError) as caught:
         bind(loaded, {"one": Fake(), "two": Fake()}, vectors=("calm",))
     assert message in str(caught.value)
+
+
+OPTIONAL = """\
+version: 1
+name: test
+detectors:
+  made_up: {kind: h_node, optional: true, spans: {nowhere: user}}
+  all: {kind: combination, optional: true, inputs: {h_node: made_up}}
+rules:
+  - {name: flagged, stage: output, when: {detector: made_up, at_least: fpr_1pct, below: fpr_5pct}, action: flag}
+  - {name: let, stage: output, when: {detector: all, at_least: fpr_1pct}, action: block, on_error: allow}
+"""
+
+
+def test_a_detector_that_is_optional_is_unavailable_where_it_has_no_calibration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load(tmp_path, OPTIONAL)
+    policy = bind(loaded, build_detectors(loaded, "some-model", tmp_path))
+    assert not policy.spec.asks
+    scores = policy.scores(readouts(0, 0))
+    assert scores["made_up"].reason == "this model has no calibration of h_node: some-model.json is missing"
+    decision = policy.decide(scores, "output")
+    assert (decision.action, decision.flags) == ("flag", ("flagged",)), "no score is what on_error says"
+    assert sum("no calibration of" in one.message for one in caplog.records) == 2
+    with pytest.raises(PolicyError, match=r"made_up.*guard calibrate"):
+        build_detectors(load(tmp_path, OPTIONAL.replace("optional: true, spans", "spans")), "some-model", tmp_path)
+
+
+def test_a_file_that_is_there_and_wrong_is_refused_even_for_an_optional_detector(tmp_path: Path) -> None:
+    (tmp_path / "h_node").mkdir()
+    (tmp_path / "h_node" / "some-model.json").write_text("{}")
+    with pytest.raises(PolicyError, match="model_info"):
+        build_detectors(load(tmp_path, OPTIONAL), "some-model", tmp_path)

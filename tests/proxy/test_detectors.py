@@ -228,7 +228,14 @@ def changed(text: str, old: str, new: str) -> str:
         (changed(COMBINED, "probe: danger,", "probe: facts,"), "probe is to be the score of a probe, and facts is"),
         (changed(COMBINED, "probe: danger,", "probe: nobody,"), "takes the scores of nobody, which are not defined"),
         (changed(COMBINED, "probe: danger,", "probe: all,"), "which is itself a combination"),
-        (changed(COMBINED, "{kind: probe}", "{kind: probe, inputs: {a: facts}}"), "inputs of a probe are: none"),
+        (
+            changed(
+                COMBINED,
+                "facts: {kind: science_hallucination}",
+                "facts: {kind: science_hallucination}\n  x: {kind: probe, inputs: {a: danger}}",
+            ),
+            "inputs of a probe are: none",
+        ),
         (changed(COMBINED, "stage: output", "stage: stream"), "facts has the model read the answer once more"),
         (changed(growing("window"), "stage: stream", "stage: prompt"), "of which a prompt has none: stage stream"),
     ],
