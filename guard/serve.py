@@ -218,6 +218,16 @@ def engine_config_for(policies: Sequence[BoundPolicy], vectors_folder: Path, pro
     )
 
 
+def engine_config_of(model: str, policy: Path, probes: Path) -> str:
+    """The JSON for ``--additional-config``; the engine's probes are written to ``probes``. Raises ``ModelError``,
+    ``PolicyError`` and ``StartError``."""
+    resolved = resolve_model(model)
+    policies = bound_policies(policy, resolved.config_key).policies
+    config = engine_config_for(policies, steering_folder(resolved.config_key), probes.resolve())
+    write_probes(probes_for(policies).values(), probes)
+    return '{"mia": ' + config.model_dump_json(exclude_defaults=True) + "}"
+
+
 def probes_for(policies: Sequence[BoundPolicy]) -> dict[str, EngineProbe]:
     """What the policies' detectors want the engine to compute, by name."""
     return engine_probes(detector for policy in policies for detector in policy.detectors.values())
