@@ -6,17 +6,34 @@ follow their ``on_error``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import nan
 from pathlib import Path
 
 from detectors.base import CapturePlan, Score
 from guard.mia.results import Readout
 
 
+class NeverReached(Mapping[str, float]):
+    """Thresholds of whatever name a rule uses, for a detector that never has a score to compare with them."""
+
+    def __getitem__(self, name: str) -> float:
+        return nan
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
 class AbsentDetector:
     def __init__(self, kind: str, path: Path) -> None:
         self.kind = kind
-        self.thresholds: Mapping[str, float] = {}
+        self.thresholds: Mapping[str, float] = NeverReached()
         self.reason = f"this model has no calibration of {kind}: {path.name} is missing"
 
     def plan(self) -> CapturePlan:

@@ -173,8 +173,7 @@ def bind(
     for more than an engine takes in one request.
     """
     policy = loaded.policy
-    absent = [name for name, detector in detectors.items() if isinstance(detector, AbsentDetector)]
-    rules = compile_rules(loaded, {name: detector.thresholds for name, detector in detectors.items()}, absent)
+    rules = compile_rules(loaded, {name: detector.thresholds for name, detector in detectors.items()})
     measurements = {name: _measurement(loaded, name, detector) for name, detector in detectors.items()}
     steerings = {}
     for i, rule in enumerate(policy.rules):

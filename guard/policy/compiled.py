@@ -5,8 +5,7 @@ Owns the names of thresholds. Needs no model: anybody may say what a threshold's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from math import nan
+from collections.abc import Mapping
 
 from guard.policy.engine import CompiledRule, compile_condition
 from guard.policy.loading import LoadedPolicy
@@ -16,22 +15,17 @@ Thresholds = Mapping[str, Mapping[str, float]]
 """Detector -> name of a threshold -> score."""
 
 
-def compile_rules(
-    loaded: LoadedPolicy, thresholds: Thresholds, absent: Collection[str] = ()
-) -> tuple[CompiledRule, ...]:
-    """``absent``: detectors that never have a score, nor any threshold. Raises ``PolicyError`` for a threshold that
-    nobody knows and for a range without scores."""
-    return tuple(_compiled(loaded, i, thresholds, absent) for i in range(len(loaded.policy.rules)))
+def compile_rules(loaded: LoadedPolicy, thresholds: Thresholds) -> tuple[CompiledRule, ...]:
+    """Raises ``PolicyError`` for a threshold that nobody knows and for a range without scores."""
+    return tuple(_compiled(loaded, i, thresholds) for i in range(len(loaded.policy.rules)))
 
 
-def _compiled(loaded: LoadedPolicy, at: int, thresholds: Thresholds, absent: Collection[str]) -> CompiledRule:
+def _compiled(loaded: LoadedPolicy, at: int, thresholds: Thresholds) -> CompiledRule:
     rule = loaded.policy.rules[at]
 
     def bound(detector: str, value: float | str) -> float:
         if isinstance(value, float):
             return value
-        if detector in absent:
-            return nan
         known = thresholds.get(detector, {})
         if value not in known:
             have = ", ".join(sorted(known)) or "none: no --model is given, or it was not calibrated"
