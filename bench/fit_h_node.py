@@ -70,11 +70,19 @@ def _last_states(network: Any, ids: Any) -> np.ndarray[Any, np.dtype[np.float32]
     return np.stack(found)
 
 
-def fit(claims: Claims, states: np.ndarray[Any, Any], model: Path, command: str, seed: int, out: Path) -> HNodeConfig:
+def fit(
+    claims: Claims,
+    states: np.ndarray[Any, Any],
+    model: Path,
+    command: str,
+    seed: int,
+    out: Path,
+    layers: Sequence[int],
+) -> HNodeConfig:
     key = model.name
     labels = np.array([int(claim["false"]) for claim in claims])
     index = {name: np.flatnonzero([claim["split"] == name for claim in claims]) for name in _splits(claims)}
-    parts = {name: _statements(claims, states, labels, at) for name, at in index.items()}
+    parts = {name: _statements(claims, states, labels, at, layers) for name, at in index.items()}
     fitted = fit_h_node(parts["train"], parts["validation"], seed)
     params, raw = h_node_files(fitted, key, read="answer", pooling="last_token")
     texts = {name: [_text(claims[i]) for i in at] for name, at in index.items()}
@@ -108,9 +116,11 @@ def fit(claims: Claims, states: np.ndarray[Any, Any], model: Path, command: str,
     return config
 
 
-def _statements(claims: Claims, states: np.ndarray[Any, Any], labels: Any, at: Any) -> Statements:
-    layers = {i + 1: states[at, i].astype(np.float64) for i in range(states.shape[1])}
-    return Statements(layers, labels[at], [claims[i]["group"] for i in at])
+def _statements(
+    claims: Claims, states: np.ndarray[Any, Any], labels: Any, at: Any, layers: Sequence[int]
+) -> Statements:
+    by_layer = {layer: states[at, layer - 1].astype(np.float64) for layer in layers}
+    return Statements(by_layer, labels[at], [claims[i]["group"] for i in at])
 
 
 def _splits(claims: Claims) -> Sequence[str]:
@@ -140,12 +150,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the model")
     parser.add_argument("--out", type=Path, default=Path("model_configs"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, nargs="+", help="layers to choose from; all if not given")
     parser.add_argument("--states", type=Path, help="numpy file [claims, layers, hidden_size] that was read before")
     given = parser.parse_args()
     claims = [json.loads(line) for line in given.claims.read_text(encoding="utf-8").splitlines()]
     states = read_states(given.model, claims) if given.states is None else np.load(given.states)
     command = f"python -m bench.fit_h_node --claims {given.claims.name} --model {given.model.name} --seed {given.seed}"
-    config = fit(claims, states, given.model, command, given.seed, given.out)
+    layers = given.layers or range(1, states.shape[1] + 1)
+    command += f" --layers {' '.join(map(str, layers))}"
+    config = fit(claims, states, given.model, command, given.seed, given.out, layers)
     assert config.calibration is not None
     print(config.calibration.model_dump_json(indent=2, include={"choices", "quality", "text_baseline", "thresholds"}))
 
