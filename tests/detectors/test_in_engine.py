@@ -115,7 +115,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         max_hidden_rows_per_step="tokens",
     )
     measured = {name: measurement(name, detector, DetectorUse(kind=detector.kind)) for name, detector in made.items()}
-    with engines.engine(folder, config) as llm:
+    # The science detector's conversation is long in a tokenizer of bytes.
+    with engines.engine(folder, config, max_model_len=2048) as llm:
         # More spans than one request may have, so several requests; greedy, and so all alike.
         first, answers = llm.chat([CHAT], question([], ()).spec, max_tokens=TOKENS, ignore_eos=True)[0], []
         items: dict[str, Any] = {}
