@@ -1,19 +1,31 @@
-"""The one small interface between readouts, or text, and scores.
+"""The one small interface between readouts, text or other scores, and a score.
 
-A detector says what the aperture must read for it and turns what came back into one calibrated score; or it reads text
-and nothing else. It never sees HTTP, a policy or an engine.
+A detector says what the aperture must read for it and turns what came back into one calibrated score. Three kinds read
+something else: text, what the model makes of a question of the detector's own, or other detectors' scores. None sees
+HTTP, a policy or an engine.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
 
-from guard.mia.results import Readout
-from guard.mia.spec import AttentionCapture, HiddenCapture
+from guard.mia.results import FloatArray, Readout
+from guard.mia.spec import AttentionCapture, HiddenCapture, Positions, ProbeCapture
 
 ScoreStatus = Literal["scored", "unavailable", "not_applicable"]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Tokens [start, end) of the prompt. ``weight``: their share of what the detector looks at, 0 to 1."""
+
+    start: int
+    end: int
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -22,7 +34,9 @@ class Score:
 
     ``not_applicable`` is the policy's word for a request that has nothing the detector is for; detectors never say it.
     ``timed_out``: unavailable because it did not come in time. ``spans``: of a text, the characters [start, end) that
-    make the score what it is, for redaction; empty when no part stands out.
+    make the score what it is, for redaction; empty when no part stands out. ``passages``: of the prompt, the tokens
+    that make it so, the strongest first. ``details``: further numbers by name, such as the probability of each label
+    where a detector tells more than yes and no apart.
     """
 
     status: ScoreStatus
@@ -30,6 +44,32 @@ class Score:
     reason: str = ""
     timed_out: bool = False
     spans: tuple[tuple[int, int], ...] = ()
+    passages: tuple[Passage, ...] = ()
+    details: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class EngineProbe:
+    """A linear readout that the engine computes itself: its logits leave it, the states do not.
+
+    weight: ``[outputs, hidden_size]`` float32, bias: ``[outputs]`` float32. The engine must have been started with it,
+    as ``detectors.engine_probes`` writes it.
+    """
+
+    layer: int
+    weight: FloatArray
+    bias: FloatArray
+    positions: Positions = "last_prompt"
+
+    @cached_property
+    def name(self) -> str:
+        """Says what it computes, so that an engine never answers with other weights under the same name."""
+        content = b"|".join([str(self.layer).encode(), self.weight.tobytes(), self.bias.tobytes()])
+        return f"guard-{hashlib.sha256(content).hexdigest()[:24]}"
+
+    @property
+    def capture(self) -> ProbeCapture:
+        return ProbeCapture(probe=self.name, positions=self.positions)
 
 
 @dataclass(frozen=True)
@@ -42,10 +82,12 @@ class CapturePlan:
 
     hidden: Mapping[str, HiddenCapture] = field(default_factory=dict)
     attention: Mapping[str, AttentionCapture] = field(default_factory=dict)
+    probes: Mapping[str, EngineProbe] = field(default_factory=dict)
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Span name -> default message selectors, used unless the policy binds the span otherwise."""
 
 
+@runtime_checkable
 class Detector(Protocol):
     """Built once from its ``model_configs`` file, then called for every request from many tasks: keep it stateless."""
 
@@ -63,9 +105,79 @@ class Detector(Protocol):
         ...
 
 
+SpanTokens = Mapping[str, tuple[tuple[int, int], ...]]
+"""A detector's spans -> token ranges [start, end) of the prompt."""
+
+
+@runtime_checkable
+class SpanDetector(Detector, Protocol):
+    """A detector that must also know which tokens its spans are; called instead of ``score`` where that is known."""
+
+    def score_spans(self, readouts: Mapping[str, Readout], span_tokens: SpanTokens) -> Score:
+        """As ``score``."""
+        ...
+
+
+@dataclass(frozen=True)
+class SecondPass:
+    """A conversation of the detector's own that the model reads once more, and what is captured of it.
+
+    messages: with ``role`` and ``content``. One token is generated and thrown away. ``plan`` has no spans.
+    """
+
+    messages: tuple[Mapping[str, str], ...]
+    plan: CapturePlan
+
+
+@runtime_checkable
+class SecondPassDetector(Protocol):
+    """It judges an answer by what the model makes of a question about it, which costs the reading of one more prompt.
+
+    Built and registered as a ``Detector``; scored once for each answer that is complete.
+    """
+
+    kind: str
+    """As a ``Detector``'s."""
+
+    thresholds: Mapping[str, float]
+    """As a ``Detector``'s."""
+
+    spans: Mapping[str, tuple[str, ...]]
+    """Names of the texts of the conversation that it needs -> default message selectors, as in ``CapturePlan``."""
+
+    plan_of_pass: CapturePlan
+    """What any of its passes captures, for those who start engines."""
+
+    def second_pass(self, answer: str, texts: Mapping[str, str]) -> SecondPass | Score:
+        """What to ask of the model; a ``Score`` where there is nothing to ask. texts: by the names in ``spans``."""
+        ...
+
+    def score_pass(self, readouts: Mapping[str, Readout]) -> Score:
+        """Score from the pass's readouts, as ``Detector.score``."""
+        ...
+
+
+@runtime_checkable
+class ScoreDetector(Protocol):
+    """It combines scores of other detectors of the same policy."""
+
+    kind: str
+    """As a ``Detector``'s."""
+
+    thresholds: Mapping[str, float]
+    """As a ``Detector``'s."""
+
+    inputs: tuple[str, ...]
+    """Kinds of the detectors whose scores it takes; the policy says which of its detectors these are."""
+
+    def score_from(self, scores: Mapping[str, Score]) -> Score:
+        """Score from the inputs' scores, of whatever status, by the names in ``inputs``; never raises."""
+        ...
+
+
 @runtime_checkable
 class TextDetector(Protocol):
-    """The other kind: it reads text, of a prompt or of an answer. Built and registered alike; called from several
+    """It reads text, of a prompt or of an answer. Built and registered alike; called from several
     threads, and again as an answer grows: keep it stateless, and quick."""
 
     kind: str
@@ -82,4 +194,4 @@ class TextDetector(Protocol):
         ...
 
 
-AnyDetector = Detector | TextDetector
+AnyDetector = Detector | TextDetector | SecondPassDetector | ScoreDetector

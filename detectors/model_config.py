@@ -6,10 +6,13 @@ Nothing here computes a score.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+log = logging.getLogger("guard.detectors")
 
 
 class ModelConfigError(ValueError):
@@ -103,12 +106,33 @@ class Calibration(Section):
     thresholds: dict[str, Threshold]
 
 
+class Published(Section):
+    """Where figures come from that nobody has measured here."""
+
+    by: str
+    """Who published them, and in what."""
+    licence: str
+    """SPDX identifier."""
+    remeasure: str
+    """The command that measures the model and replaces this file."""
+
+
 class ModelConfig(Section):
     """What the files of all detectors have in common."""
 
     model_info: ModelInfo
+    verified: bool = True
+    """False for figures that were taken from elsewhere, whose quality nobody here knows. Loading such a file warns."""
+    published: Published | None = None
+    """Whose figures these are, where they are not ours."""
     calibration: Calibration | None = None
     """None for figures taken from elsewhere and not verified here; such a file has no named thresholds."""
+
+    @model_validator(mode="after")
+    def _unverified_figures_are_somebodys(self) -> Self:
+        if not self.verified and (self.published is None or self.calibration is not None):
+            raise ValueError("figures that are not verified have published, and no calibration")
+        return self
 
     def threshold_values(self) -> dict[str, float]:
         if self.calibration is None:
@@ -128,8 +152,16 @@ def load_model_config(path: Path, schema: type[Config]) -> Config:
             f"{path}: {error.strerror}; `guard calibrate --model MODEL` measures a model and writes this file"
         ) from error
     try:
-        return schema.model_validate_json(text)
+        config = schema.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ModelConfigError(f"{path}: {field}: {first['msg']}") from None
+    if not config.verified and config.published is not None:
+        log.warning(
+            "%s: figures of %s, not verified here, and without thresholds by name; to measure them: %s",
+            path,
+            config.published.by,
+            config.published.remeasure,
+        )
+    return config

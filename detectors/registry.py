@@ -33,7 +33,45 @@ def _probe(path: Path) -> AnyDetector:
     return Probe.load(path)
 
 
-BUILT_IN: dict[str, Builder] = {"attention_tracker": _attention_tracker, "probe": _probe}
+def _h_node(path: Path) -> AnyDetector:
+    from detectors.h_node import HNode, read_mia_probe
+
+    return read_mia_probe(path) if path.suffix == ".npz" else HNode.load(path)
+
+
+def _tool_call_risk(path: Path) -> AnyDetector:
+    from detectors.tool_call_risk import ToolCallRisk
+
+    return ToolCallRisk.load(path)
+
+
+def _science_hallucination(path: Path) -> AnyDetector:
+    from detectors.science_hallucination import ScienceHallucination
+
+    return ScienceHallucination.load(path)
+
+
+def _combination(path: Path) -> AnyDetector:
+    from detectors.combination import Combination
+
+    return Combination.load(path)
+
+
+def _text_baseline(path: Path) -> AnyDetector:
+    from detectors.text_baseline import TextBaseline
+
+    return TextBaseline.load(path)
+
+
+BUILT_IN: dict[str, Builder] = {
+    "attention_tracker": _attention_tracker,
+    "combination": _combination,
+    "h_node": _h_node,
+    "probe": _probe,
+    "science_hallucination": _science_hallucination,
+    "text_baseline": _text_baseline,
+    "tool_call_risk": _tool_call_risk,
+}
 
 
 def detector_kinds() -> tuple[str, ...]:

@@ -274,6 +274,24 @@ def doctor(
     _exit(1 if has_failed(checks) else 0)
 
 
+@app.command()
+def taps(
+    model: Annotated[str, typer.Option(help="Short name, folder, or owner/name.")],
+    policy: Annotated[Path, typer.Option(help="Policy file, or a folder of policies.")],
+    probes: Annotated[Path, typer.Option(help="Folder for the probes that the engine is to compute; written.")],
+) -> None:
+    """Print what a vLLM that you start yourself needs in --additional-config for a policy."""
+    from guard.models import ModelError
+    from guard.policy import PolicyError
+    from guard.proxy_server import StartError
+    from guard.serve import engine_config_of
+
+    try:
+        typer.echo(engine_config_of(model, policy, probes))
+    except (ModelError, PolicyError, StartError) as error:
+        _fail(str(error))
+
+
 @model_app.command("pull", epilog=PULL_END)
 def model_pull(
     name: Annotated[str, typer.Argument(help="Short name, see: guard model list.")],

@@ -209,7 +209,7 @@ def check_taps(
     try:
         resolved = resolve_model(model)
         bound = bound_policies(policy, resolved.config_key).policies
-        config = engine_config_for(bound, steering_folder(resolved.config_key))
+        config = engine_config_for(bound, steering_folder(resolved.config_key), state_folder())
     except StartError as error:
         return [Check("taps", "warn", str(error), "guard serve cannot start this: the engine's log says its sizes")]
     except (ModelError, PolicyError) as error:

@@ -17,10 +17,13 @@ from typing import Any
 
 import uvloop
 
+from detectors.base import EngineProbe
+from detectors.engine_probes import engine_probes, plan_of, write_probes
 from guard.data import data_folder, steering_folder
 from guard.engine_process import LOOPBACK, EngineCommand, EngineError, engine_command
 from guard.machine import port_is_free
 from guard.mia.engine_config import EngineConfig
+from guard.mia.spec import SpanPositions
 from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, resolve_model
 from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
@@ -190,32 +193,61 @@ def bound_policies(path: Path, config_key: str) -> PolicySet:
     )
 
 
-def engine_config_for(policies: Sequence[BoundPolicy], vectors_folder: Path) -> EngineConfig:
-    """Taps for what the policies' detectors read and their rules steer, and for nothing else. Raises ``StartError``."""
+def engine_config_for(policies: Sequence[BoundPolicy], vectors_folder: Path, probes_folder: Path) -> EngineConfig:
+    """Taps for what the policies' detectors read and their rules steer, and for nothing else. ``probes_folder``: where
+    ``probes_for`` are written. Raises ``StartError``."""
     for policy in policies:
-        if probes := {probe.probe for steering in policy.steerings.values() for probe in steering.probes.values()}:
+        if gates := {probe.probe for steering in policy.steerings.values() for probe in steering.probes.values()}:
             raise StartError(
-                f"policy {policy.name} has a gate on {', '.join(sorted(probes))}, a probe of the engine; guard serve "
+                f"policy {policy.name} has a gate on {', '.join(sorted(gates))}, a probe of the engine; guard serve "
                 "starts an engine without any: start vLLM with additional_config.mia.probes, and guard proxy before it"
             )
     steers = [steer for policy in policies for steer in policy.steers]
-    hidden = [capture for policy in policies for capture in policy.spec.hidden.values()]
-    attention = [capture for policy in policies for capture in policy.spec.attention.values()]
+    plans = [plan_of(detector) for policy in policies for detector in policy.detectors.values()]
+    hidden = [capture for plan in plans for capture in plan.hidden.values()]
+    attention = [capture for plan in plans for capture in plan.attention.values()]
+    probes = probes_for(policies)
     vectors = {steer.vector for steer in steers}
+    positions = [*(one.positions for one in hidden), *(probe.positions for probe in probes.values())]
     return EngineConfig(
         hidden_layers=tuple(sorted({capture.layer for capture in hidden})),
         attention_heads=tuple(sorted({head for one in attention for head in one.heads})),
         steering_layers=tuple(sorted({steer.layer for steer in steers})),
         steering_vectors=tuple(sorted(vectors)),
         steering_folder=vectors_folder if vectors else None,
+        probes={name: probe.layer for name, probe in probes.items()},
+        probe_folder=probes_folder if probes else None,
+        max_hidden_rows_per_step="tokens" if any(isinstance(one, SpanPositions) for one in positions) else None,
     )
+
+
+def engine_config_of(model: str, policy: Path, probes: Path) -> str:
+    """The JSON for ``--additional-config``; the engine's probes are written to ``probes``. Raises ``ModelError``,
+    ``PolicyError`` and ``StartError``."""
+    resolved = resolve_model(model)
+    policies = bound_policies(policy, resolved.config_key).policies
+    config = engine_config_for(policies, steering_folder(resolved.config_key), probes.resolve())
+    write_probes(probes_for(policies).values(), probes)
+    return '{"mia": ' + config.model_dump_json(exclude_defaults=True) + "}"
+
+
+def probes_for(policies: Sequence[BoundPolicy]) -> dict[str, EngineProbe]:
+    """What the policies' detectors want the engine to compute, by name."""
+    return engine_probes(detector for policy in policies for detector in policy.detectors.values())
+
+
+def probes_folder(port: int) -> Path:
+    """Where the probes lie that ``guard serve`` starts an engine with."""
+    return state_folder() / f"engine-{port}-probes"
 
 
 def _engine_command(options: ServeOptions, model: ResolvedModel, settings: Settings) -> EngineCommand:
     policies = bound_policies(settings.policy, model.config_key).policies
+    folder = probes_folder(options.engine_port)
+    write_probes(probes_for(policies).values(), folder)
     return engine_command(
         model,
-        engine_config_for(policies, steering_folder(model.config_key)),
+        engine_config_for(policies, steering_folder(model.config_key), folder),
         port=options.engine_port,
         log_file=state_folder() / f"engine-{options.engine_port}.log",
         compiled=options.compiled,

@@ -16,20 +16,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
-from detectors.base import CapturePlan, Score
+from detectors.base import CapturePlan, EngineProbe, Score
+from detectors.engine_probes import write_probes
 from guard.engine_process import engine_command
 from guard.machine import free_port
 from guard.mia.engine_config import EngineConfig
+from guard.mia.probes import load_probes
 from guard.mia.results import Readout
-from guard.mia.spec import AttentionCapture, HiddenCapture
+from guard.mia.spec import AttentionCapture, HiddenCapture, SpanPositions
 from guard.models import ResolvedModel
 from guard.policy import bind, load_policy
 from guard.proxy_server import StartError, listening_socket
-from guard.serve import engine_config_for, run_until_signal
+from guard.serve import engine_config_for, engine_config_of, probes_for, run_until_signal
 from tests.conftest import RunningPair
+from tests.detectors.weights import write as write_detector
 
 POLICY = """
 version: 1
@@ -70,7 +75,7 @@ def planned_detectors() -> dict[str, Planned]:
 def test_the_engine_gets_taps_for_what_the_policy_reads_and_steers_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm", "unused"})
-    assert engine_config_for([bound], tmp_path) == EngineConfig(
+    assert engine_config_for([bound], tmp_path, tmp_path) == EngineConfig(
         hidden_layers=(9, 15),
         attention_heads=((2, 0), (5, 1)),
         steering_layers=(3, 7),
@@ -86,7 +91,7 @@ def test_the_engine_gets_taps_for_every_policy_that_may_judge_shadows_too(tmp_pa
             POLICY.replace("name: test", f"name: {name}").replace("layer: 3", f"layer: {layer}")
         )
         bound.append(bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"}))
-    assert engine_config_for(bound, tmp_path).steering_layers == (3, 7, 9)
+    assert engine_config_for(bound, tmp_path, tmp_path).steering_layers == (3, 7, 9)
 
 
 def test_a_gate_on_a_probe_of_the_engine_needs_an_engine_that_has_it(tmp_path: Path) -> None:
@@ -98,18 +103,51 @@ def test_a_gate_on_a_probe_of_the_engine_needs_an_engine_that_has_it(tmp_path: P
     (tmp_path / "policy.yaml").write_text(gated)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})
     with pytest.raises(StartError, match="policy test has a gate on drift, a probe of the engine"):
-        engine_config_for([bound], tmp_path)
+        engine_config_for([bound], tmp_path, tmp_path)
 
 
 def test_the_engine_accepts_every_request_that_the_policy_makes(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY)
     bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})
-    engine_config_for([bound], tmp_path).check(bound.spec)
+    engine_config_for([bound], tmp_path, tmp_path).check(bound.spec)
+
+
+def test_the_engine_gets_the_probes_that_detectors_want_it_to_compute(tmp_path: Path) -> None:
+    weight, bias = np.ones((1, 4), np.float32), np.zeros(1, np.float32)
+    last = EngineProbe(9, weight, bias)
+    each = EngineProbe(12, weight, bias, SpanPositions(span="data"))
+    plan = CapturePlan(probes={"last": last, "each": each}, spans={"data": ("user",)})
+    (tmp_path / "policy.yaml").write_text("{version: 1, name: test, detectors: {a: {kind: planned}}}")
+    bound = bind(load_policy(tmp_path / "policy.yaml"), {"a": Planned(plan)})
+    config = engine_config_for([bound], tmp_path, tmp_path / "probes")
+    assert config == EngineConfig(
+        probes={last.name: 9, each.name: 12}, probe_folder=tmp_path / "probes", max_hidden_rows_per_step="tokens"
+    )
+    config.check(bound.spec)
+    write_probes(probes_for([bound]).values(), tmp_path / "probes")
+    bank = load_probes(config.probe_folder, config.probes, 4, torch.device("cpu"))
+    assert bank.logits(torch.ones(1, 4)).tolist() == [[4.0, 4.0]]
+    other = EngineProbe(9, weight + 1, bias)
+    assert other.name != last.name, "an engine with other weights refuses instead of answering with them"
+
+
+def test_what_a_vllm_of_ones_own_needs_is_printed_and_its_probes_written(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    weight = {"weight": np.ones(4, np.float32), "bias": np.zeros(1, np.float32)}
+    file = write_detector(tmp_path, "probe", weight, layers=[2], hidden_size=4, computed_in="engine")
+    policy = f"{{version: 1, name: test, detectors: {{a: {{kind: probe, config: {file.name}}}}}}}"
+    (tmp_path / "policy.yaml").write_text(policy)
+    printed = json.loads(engine_config_of(str(tmp_path / "model"), tmp_path / "policy.yaml", tmp_path / "probes"))
+    config = EngineConfig.model_validate(printed["mia"])
+    (name,) = config.probes
+    assert config.probes[name] == 2
+    assert config.probe_folder == (tmp_path / "probes").resolve()
+    assert (tmp_path / "probes" / f"{name}.safetensors").is_file()
 
 
 def test_a_policy_without_detectors_needs_no_taps(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("{version: 1, name: empty}")
-    assert engine_config_for([bind(load_policy(tmp_path / "policy.yaml"), {})], tmp_path) == EngineConfig()
+    assert engine_config_for([bind(load_policy(tmp_path / "policy.yaml"), {})], tmp_path, tmp_path) == EngineConfig()
 
 
 def test_vllm_listens_on_loopback_and_the_callers_arguments_come_last(tmp_path: Path) -> None:

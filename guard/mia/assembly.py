@@ -77,7 +77,8 @@ class Gathered:
     ``next_record``: the first record in the log that is not in here yet. By capture: ``rows`` of the residual stream,
     ``sums`` of attention that is averaged, ``parts`` of all else. ``failed``: captures that cannot become complete any
     more, and why. ``grown_bytes``: of what grows with the answer. ``prompt_due``: the prompt was read, and not yet
-    delivered.
+    delivered. ``unsent_steps``: in which it was read since its last progress, where it asks for that; ``told``: parts
+    of a capture that its progress has shown.
     """
 
     asked: Asked
@@ -90,6 +91,8 @@ class Gathered:
     steering: list[SteeringReport] = field(default_factory=list)
     grown_bytes: int = 0
     prompt_due: bool = False
+    unsent_steps: int = 0
+    told: dict[str, int] = field(default_factory=dict)
 
     def fail(self, capture: str, reason: str, status: Status = "dropped") -> None:
         """A capture cannot become complete any more, and neither can what waits for it."""
@@ -145,6 +148,7 @@ class Assembler:
         self._runs: dict[tuple[int, int], list[Run]] = {}
         self._due: set[str] = set()
         self.requests: dict[str, Gathered] = {}
+        self._progressing: dict[str, Gathered] = {}
 
     def take(self, record: StepRecord, asked: Mapping[str, Asked]) -> None:
         """Keep a step's record. ``asked``: of the requests that have not ended; some may have since the step began."""
@@ -154,12 +158,16 @@ class Assembler:
                     reports = [SteeringReport() for _ in one.spec.steer]
                     gathered = Gathered(one, one.spec.captures, next_record=len(self._log), steering=reports)
                     self.requests[request_id] = gathered
+                    if one.spec.progress_tokens is not None:
+                        self._progressing[request_id] = gathered
         self._log.append(record)
         first, end = record.layout.sent
         self._log_bytes += (end - first) * self._ring.row_bytes
         if record.offset == 0:
             ended = (id_ for id_, one in record.layout.requests.items() if one.prompt_ended)
             self._due.update(id_ for id_ in ended if id_ in self.requests)
+        for request_id, gathered in self._progressing.items():
+            gathered.unsent_steps += request_id in record.layout.requests
         if len(self._log) >= SETTLE_STEPS or self._log_bytes >= SETTLE_BYTES:
             for request_id, gathered in self.requests.items():
                 self._settle(request_id, gathered)
@@ -179,6 +187,17 @@ class Assembler:
         captures = {name: one for name, one in gathered.captures.items() if not generates(one)}
         return {name: _readout(gathered, name, capture) for name, capture in captures.items()}
 
+    def progress(self, request_id: str) -> dict[str, Readout] | None:
+        """What has grown with an answer since this last was not None, as often as the request wants to see it."""
+        gathered = self._progressing.get(request_id)
+        if gathered is None or gathered.unsent_steps < (gathered.asked.spec.progress_tokens or SETTLE_STEPS):
+            return None
+        gathered.unsent_steps = 0
+        self._settle(request_id, gathered)
+        captures = {name: one for name, one in gathered.captures.items() if generates(one)}
+        news = {name: _news(gathered, name, capture) for name, capture in captures.items()}
+        return {name: item for name, item in news.items() if item is not None}
+
     def end(self, request_id: str) -> tuple[dict[str, Readout], tuple[SteeringReport, ...]]:
         """What grew with the answer, and what steering did. The request is forgotten."""
         gathered = self.requests[request_id]
@@ -192,6 +211,7 @@ class Assembler:
         """Requests have ended."""
         for request_id in request_ids:
             self.requests.pop(request_id, None)
+            self._progressing.pop(request_id, None)
             self._due.discard(request_id)
         if not self.requests:
             self._clear_log()
@@ -342,13 +362,28 @@ def _readout(gathered: Gathered, name: str, capture: Capture) -> Readout:
         return not_complete(capture, *failure)
     if isinstance(capture, HiddenCapture):
         rows = gathered.rows.pop(name, None)
-        one = capture.positions == "last_prompt"
-        return not_complete(capture, "complete", "") if rows is None else rows.readout(one=one)
+        if rows is None:
+            return not_complete(capture, "complete", "")
+        return rows.only() if capture.positions == "last_prompt" else rows.readout()
     if is_averaged(capture):
         assert isinstance(capture, AttentionCapture)
         return _mean(gathered.sums.pop(name), capture, gathered.asked.prompt_len)
     parts = gathered.parts.pop(name, None)
     return join(parts) if parts else not_complete(capture, "complete", "")  # type: ignore[type-var]
+
+
+def _news(gathered: Gathered, name: str, capture: Capture) -> Readout | None:
+    """What has come of a growing capture since it was last asked for; a failure is said once."""
+    told = gathered.told.get(name, 0)
+    if (failure := gathered.failed.get(name)) is not None:
+        gathered.told[name] = -1
+        return not_complete(capture, *failure) if told >= 0 else None
+    if (rows := gathered.rows.get(name)) is not None:
+        gathered.told[name] = len(rows.positions)
+        return rows.readout(since=told) if len(rows.positions) > told else None
+    parts = gathered.parts.get(name, [])
+    gathered.told[name] = len(parts)
+    return join(parts[told:]) if len(parts) > told else None  # type: ignore[type-var]
 
 
 def _add(total: AttentionSum, part: AttentionRowsReadout) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -40,9 +40,10 @@ class EngineConfig(BaseModel):
     ``bias`` ``[outputs]``."""
     probes: dict[Name, Layer] = {}
     """Probes in that folder that requests may read, and the layer that each was trained on."""
-    max_hidden_rows_per_step: Annotated[int | None, Field(ge=1)] = None
+    max_hidden_rows_per_step: Annotated[int, Field(ge=1)] | Literal["tokens"] | None = None
     """Rows of the residual stream that one step may copy, per layer; a capture beyond it gets ``dropped``. None: one
-    for each request in a step, which is enough for last prompt tokens and generated ones."""
+    for each request in a step, which is enough for last prompt tokens and generated ones. ``tokens``: as many as a step
+    holds, so that spans and whole prompts always fit."""
     max_query_rows_per_step: Annotated[int | None, Field(ge=1)] = None
     """The same for queries: spans and whole prompts of them need more than one for each request."""
     max_host_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024

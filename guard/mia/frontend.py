@@ -62,7 +62,7 @@ class RequestContext:
 
     ``vectors``: digests of the engine's steering vectors by name. ``max_grown_bytes``: most that what grows with one
     answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``keys_from_cache``: see the function
-    of that name. ``prompts``: by request id.
+    of that name. ``shows_progress``: whether what grows can leave before the answer's end. ``prompts``: by request id.
     """
 
     spec: MiaSpec
@@ -70,6 +70,7 @@ class RequestContext:
     max_grown_bytes: int = 2**63
     max_answer_bytes: int = 2**63
     keys_from_cache: bool = False
+    shows_progress: bool = False
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError(NO_MESSAGES))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
     pending: list[Readouts] = field(default_factory=list)
@@ -320,6 +321,8 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
             prompt = choice.prompt
             items |= prompt.unavailable
             choice.context.deliver(_readouts(prompt, items, prompt.token_ids, choice.index, "prompt"))
+        if waiting is not None and not output.finished and waiting.destination.context.shows_progress:
+            _show_progress(waiting.destination, inbox.progress(output.request_id))
     processed = original(processor, outputs, *args, **kwargs)
     for output in outputs:
         if output.request_id in inbox.waiting and output.request_id not in processor.request_states:
@@ -329,6 +332,13 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
         # Requests whose client has left end without an output.
         inbox.forget(list(inbox.waiting.keys() - processor.request_states.keys()))
     return processed
+
+
+def _show_progress(choice: Choice, items: dict[str, Readout] | None) -> None:
+    """Rows that have come of an answer that goes on."""
+    if items:
+        token_ids = [*choice.prompt.token_ids, *choice.state.detokenizer.output_token_ids]
+        choice.context.deliver(_readouts(choice.prompt, items, token_ids, choice.index, "progress"))
 
 
 def _finish(choice: Choice, items: dict[str, Readout], steering: tuple[SteeringReport, ...]) -> None:

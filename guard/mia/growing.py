@@ -40,9 +40,11 @@ class GrowingRows:
     def size_bytes(self) -> int:
         return 4 * len(self.positions) * self.values.shape[1]
 
-    def readout(self, *, one: bool) -> HiddenReadout | RowsReadout:
-        """``one``: the capture is of one token."""
-        values = self.values[: len(self.positions)].numpy()
-        if one:
-            return HiddenReadout("complete", self.layer, self.positions[0], None, values[0])
-        return RowsReadout("complete", self.layer, tuple(self.positions), values=values)
+    def only(self) -> HiddenReadout:
+        """Of a capture of one token."""
+        return HiddenReadout("complete", self.layer, self.positions[0], None, self.values[0].numpy())
+
+    def readout(self, since: int = 0) -> RowsReadout:
+        """Of the rows from ``since`` on."""
+        values = self.values[since : len(self.positions)].numpy()
+        return RowsReadout("complete", self.layer, tuple(self.positions[since:]), values=values)

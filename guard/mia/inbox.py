@@ -48,6 +48,11 @@ class Inbox:
         assembler = self._assembler_of(request_id)
         return None if assembler is None else assembler.prompt(request_id)
 
+    def progress(self, request_id: str) -> dict[str, Readout] | None:
+        """What has grown with an answer since this was last not None, if its request wants to see that now."""
+        assembler = self._assembler_of(request_id)
+        return None if assembler is None else assembler.progress(request_id)
+
     def end(self, request_id: str) -> tuple[dict[str, Readout], tuple[SteeringReport, ...]]:
         """What has grown with an answer that has ended, and what steering did. The request is forgotten."""
         asked = self._asked[request_id]

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PlainSerializer, PlainValidator, SerializationInfo, TypeAdapter
 
-from guard.mia.spec import AttentionCapture, Capture, HiddenCapture, ProbeCapture, QKCapture
+from guard.mia.spec import AttentionCapture, Capture, HiddenCapture, ProbeCapture, QKCapture, generates
 
 FloatArray = npt.NDArray[np.float32]
 Status = Literal["complete", "dropped", "unavailable"]
-Stage = Literal["prompt", "final"]
+Stage = Literal["prompt", "progress", "final"]
 Heads = tuple[tuple[int, int], ...]
 
 EVENT_OBJECT = "mia.readouts"
@@ -174,7 +174,8 @@ class SteeringReport:
 
 @dataclass(frozen=True)
 class Readouts:
-    """Readouts of one choice at one stage: ``prompt`` once the prompt was read, ``final`` when the answer ended.
+    """Readouts of one choice at one stage: ``prompt`` once the prompt was read, ``final`` when the answer ended, and
+    between them ``progress`` where the spec asks for it: rows that have come since the last time.
 
     ``span_tokens``: the resolved token ranges of the named spans. ``steering``: at the final stage, a report for each
     steering in the order of the spec.
@@ -277,4 +278,4 @@ def not_complete(capture: Capture, status: Status, reason: str) -> Readout:
 
 def is_averaged(capture: Capture) -> bool:
     """Whether an attention capture gives one distribution a head, as the mean over its tokens."""
-    return isinstance(capture, AttentionCapture) and capture.positions != "generated"
+    return isinstance(capture, AttentionCapture) and not generates(capture)

@@ -173,7 +173,7 @@ class Router:
         self._leave_steady()
         for tracked in self._prompts_read:
             self._release_rows(tracked)
-            if not tracked.needs_keys_to_the_end:
+            if not tracked.needs_keys_until:
                 self._release_keys(tracked)
         self._prompts_read = []
         asking = [(i, id_) for i, id_ in enumerate(batch.request_ids) if id_ in self.requests] if self.requests else []
@@ -237,9 +237,9 @@ class Router:
 
     def _route_keys(self, tracked: Tracked, rows: Window, filling: Filling, plan: StepPlan) -> None:
         store = tracked.keys
-        if store is None:
+        if store is None or rows.start >= max(tracked.prompt_len, tracked.needs_keys_until):
             return
-        if tracked.needs_keys_to_the_end and rows.end > store.room and not self._grow(tracked, store, rows.end):
+        if rows.start < tracked.needs_keys_until and rows.end > store.room and not self._grow(tracked, store, rows.end):
             return
         wanted = rows.clip(0, store.room)
         if not wanted:
@@ -356,7 +356,11 @@ class Router:
     def _steps_alike(self, request_id: str, position: int, plan: StepPlan) -> int:
         """For how many further tokens the entries of the one at ``position`` will do."""
         tracked = self.requests[request_id]
-        if position < tracked.prompt_len or plan.layout.requests[request_id].again or tracked.needs_keys_to_the_end:
+        if (
+            position < tracked.prompt_len
+            or plan.layout.requests[request_id].again
+            or position < tracked.needs_keys_until
+        ):
             return 0
         return tracked.next_edge(position + 1) - (position + 1)
 

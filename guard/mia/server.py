@@ -79,7 +79,10 @@ class MiaMiddleware:
         except SpecError as error:
             return await _send_error(send, error)
         cached = keys_from_cache(scope["app"].state.vllm_config)
-        context = RequestContext(spec, digests, self._taps.max_host_bytes, self._taps.max_answer_bytes, cached)
+        progress = request.get("stream") is True and spec.deliver == "answer" and spec.progress_tokens is not None
+        context = RequestContext(
+            spec, digests, self._taps.max_host_bytes, self._taps.max_answer_bytes, cached, shows_progress=progress
+        )
         if spec.needs_messages:
             request["return_token_offsets"] = True
         # The engine gets the very object that was checked, however the text spelt it.

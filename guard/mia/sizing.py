@@ -76,7 +76,9 @@ class Sizing:
 
     @property
     def hidden_slots(self) -> int:
-        return (self.config.max_hidden_rows_per_step or self.limits.requests) * len(self.config.tapped_layers)
+        asked = self.config.max_hidden_rows_per_step
+        rows = self.limits.tokens if asked == "tokens" else asked or self.limits.requests
+        return rows * len(self.config.tapped_layers)
 
     @property
     def query_slots(self) -> int:

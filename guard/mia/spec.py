@@ -98,19 +98,25 @@ class SpanPositions(_Model):
     span: Name
 
 
+class FirstGenerated(_Model):
+    """The first so many generated tokens."""
+
+    generated: Annotated[int, Field(ge=1, le=4096, strict=True)]
+
+
 def _form(value: Any) -> str:
     """Which of the ways to say positions or a span a value is, so that an error is about that one."""
-    if isinstance(value, TokenRanges | SpanPositions):
-        return IN_TOKENS if isinstance(value, TokenRanges) else IN_SPAN
+    if isinstance(value, TokenRanges | SpanPositions | FirstGenerated):
+        return {TokenRanges: IN_TOKENS, SpanPositions: IN_SPAN, FirstGenerated: IN_GENERATED}[type(value)]
     if isinstance(value, dict):
-        return IN_SPAN if "span" in value else IN_TOKENS
+        return IN_SPAN if "span" in value else IN_GENERATED if "generated" in value else IN_TOKENS
     return IN_WORDS
 
 
-IN_WORDS, IN_TOKENS, IN_SPAN = "(words)", "(tokens)", "(span)"
+IN_WORDS, IN_TOKENS, IN_SPAN, IN_GENERATED = "(words)", "(tokens)", "(span)", "(generated)"
 """Forms. Pydantic puts them into an error's path, where nobody has written them."""
 
-FORMS = frozenset({IN_WORDS, IN_TOKENS, IN_SPAN})
+FORMS = frozenset({IN_WORDS, IN_TOKENS, IN_SPAN, IN_GENERATED})
 
 _Tokens = Annotated[TokenRanges, Tag(IN_TOKENS)]
 _Span = Annotated[SpanPositions, Tag(IN_SPAN)]
@@ -146,16 +152,20 @@ class AttentionCapture(_Model):
     """How much attention each of ``heads`` puts on each of ``spans``: the sum of its probabilities there.
 
     ``positions`` says from which tokens: the prompt's last; the mean over a span or over token ranges; or each
-    generated one, which gives a row for each. With ``weights`` the probabilities of all tokens up to there come back
-    too; then ``spans`` may be empty.
+    generated one, or the first so many, which gives a row for each. With ``weights`` the probabilities of all tokens up
+    to there come back too; then ``spans`` may be empty.
     """
 
     heads: Annotated[tuple[Head, ...], Field(min_length=1, max_length=MAX_HEADS)]
     spans: Annotated[tuple[Name, ...], Field(max_length=16)] = ()
     weights: bool = False
-    positions: Annotated[Annotated[Literal["last_prompt", "generated"], Tag(IN_WORDS)] | _Tokens | _Span, _by_form] = (
-        "last_prompt"
-    )
+    positions: Annotated[
+        Annotated[Literal["last_prompt", "generated"], Tag(IN_WORDS)]
+        | _Tokens
+        | _Span
+        | Annotated[FirstGenerated, Tag(IN_GENERATED)],
+        _by_form,
+    ] = "last_prompt"
 
 
 class QKCapture(_Model):
@@ -173,14 +183,15 @@ Capture = HiddenCapture | ProbeCapture | AttentionCapture | QKCapture
 
 def generates(capture: Capture) -> bool:
     """Whether a capture's rows come while the answer is generated."""
-    return capture.positions in ("generated", "all")
+    return capture.positions in ("generated", "all") or isinstance(capture.positions, FirstGenerated)
 
 
 def reads_whole_prompt(capture: Capture, *, keys_from_cache: bool) -> bool:
     """Whether it reads prompt tokens that a prefix cache would skip: attention needs the keys of all of them, wherever
     they cannot be read from that cache."""
     with_keys = isinstance(capture, AttentionCapture | QKCapture) and not keys_from_cache
-    return with_keys or capture.positions not in ("last_prompt", "generated")
+    only_ends = capture.positions in ("last_prompt", "generated") or isinstance(capture.positions, FirstGenerated)
+    return with_keys or not only_ends
 
 
 def span_of(capture: Capture) -> tuple[str, ...]:
@@ -305,6 +316,9 @@ class MiaSpec(_Model):
     steer: Annotated[tuple[Steer, ...], Field(max_length=MAX_STEERINGS)] = ()
     deliver: Deliver = "answer"
     """Where values go: into the answer, or into files of the server's artifact folder; the answer then names them."""
+    progress_tokens: Annotated[int | None, Field(ge=1, le=4096, strict=True)] = None
+    """In a stream, what grows with the answer is also sent while it grows, each time that so many more tokens were
+    read. At the end it comes whole all the same."""
 
     _one_selector = field_validator("spans", mode="before")(one_selector_is_a_list_of_one)
 

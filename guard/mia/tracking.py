@@ -7,6 +7,7 @@ Owns what of it has been through the taps, what failed and why, its keys where t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -85,9 +86,11 @@ class Tracked:
             edges=tuple(sorted({prompt_len, *edges})),
         )
 
-    @property
-    def needs_keys_to_the_end(self) -> bool:
-        return any(generates(capture) for capture in self.with_heads.values())
+    @cached_property
+    def needs_keys_until(self) -> int:
+        """The token from which on no more keys are needed; 0 where none of generated tokens are."""
+        grown = [name for name, capture in self.with_heads.items() if generates(capture)]
+        return max((end for name in grown for _, end in self.intervals[name]), default=0)
 
     def next_edge(self, position: int) -> int:
         """The first edge from ``position`` on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from guard.mia.spec import Capture, MiaSpec, SpanPositions, Steer, TokenRanges
+from guard.mia.spec import Capture, FirstGenerated, MiaSpec, SpanPositions, Steer, TokenRanges
 
 ENDLESS = 2**31
 
@@ -54,6 +54,8 @@ def intervals(capture: Capture, spec: MiaSpec, prompt_len: int) -> Iterator[tupl
         positions = span
     if isinstance(positions, TokenRanges):
         yield from merged(positions)
+    elif isinstance(positions, FirstGenerated):
+        yield prompt_len, prompt_len + positions.generated
     elif positions == "last_prompt":
         yield prompt_len - 1, prompt_len
     elif positions == "prompt":

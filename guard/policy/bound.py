@@ -6,6 +6,7 @@ engine accepts. Never sees a tensor or HTTP.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,17 +14,23 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from detectors.base import AnyDetector, Score
+from detectors.base import AnyDetector, Score, ScoreDetector
 from detectors.model_config import ModelConfigError
-from detectors.registry import UnknownDetectorError, build_detector
+from detectors.registry import UnknownDetectorError, build_detector, detector_kinds
 from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec, Steer
+from guard.policy.absent import AbsentDetector
 from guard.policy.compiled import compile_rules
 from guard.policy.engine import CompiledRule, Decision, decide, longest_wait_s
 from guard.policy.gates import steering_of
 from guard.policy.loading import LoadedPolicy, digests
-from guard.policy.measuring import Measurement, Question, Steering, measurement, question
+from guard.policy.measuring import Measurement, Question, Steering, measurement, question, with_combined
 from guard.policy.schema import DetectorUse, Rule, Stage, Streaming, detectors_in
+
+log = logging.getLogger("guard.policy")
+
+PROGRESS_IN_WINDOW = 4
+"""How often in a window of tokens the engine says what an answer has in it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,14 @@ class BoundPolicy:
         return tuple(one for one in self.rules if one.rule.stage != "prompt")
 
     @property
+    def progress_tokens(self) -> int | None:
+        """How often the engine must say what an answer's tokens have in them while it grows; None when no rule waits
+        for that. Several times a window, so that a token is not released before it was judged."""
+        stage: Stage = "stream"
+        reads = any(self.measurements[name].reads_answer for name in self.detectors_of((stage,)))
+        return max(1, self.window_tokens // PROGRESS_IN_WINDOW) if reads else None
+
+    @property
     def holds_answers(self) -> bool:
         """Whether a rule that judges answers may do more than report."""
         return any(one.mode == "enforce" and _may_act(one.rule) for one in self.rules_of_answers)
@@ -86,14 +101,17 @@ class BoundPolicy:
         """Of the prompt all that can be scored there, but for those of text that only later rules use."""
 
         def used(stage: Stage) -> frozenset[str]:
-            return frozenset(name for one in self.rules if one.rule.stage == stage for name in detectors_in(one.rule))
+            named = {name for one in self.rules if one.rule.stage == stage for name in detectors_in(one.rule)}
+            return frozenset(named | {of for name in named for of in self.measurements[name].inputs.values()})
 
         prompt, stream, output = used("prompt"), used("stream"), used("output")
-        only_later = {
-            name
-            for name, one in self.measurements.items()
-            if one.reads_answer or (one.reads_text and name in stream | output)
-        }
+
+        def of_answers(name: str) -> bool:
+            one = self.measurements[name]
+            by_rules = (one.reads_text or one.combines) and name in stream | output
+            return one.reads_answer or one.asks_again or by_rules or any(map(of_answers, one.inputs.values()))
+
+        only_later = set(filter(of_answers, self.measurements))
         return {"prompt": frozenset(self.measurements.keys() - only_later) | prompt, "stream": stream, "output": output}
 
     def rule(self, name: str) -> Rule:
@@ -102,7 +120,9 @@ class BoundPolicy:
     def scores(self, readouts: Readouts | None, reason: str = "") -> dict[str, Score]:
         """One score a detector, of a request to which all apply. None for ``readouts`` makes each unavailable, with
         ``reason``."""
-        return Question(self.spec, {}).scores(self.measurements, readouts, reason, False)
+        return with_combined(
+            self.measurements, Question(self.spec, {}).scores(self.measurements, readouts, reason, False), {}
+        )
 
     def decide(self, scores: Mapping[str, Score], stage: Stage = "prompt") -> Decision:
         return decide(self.rules, scores, stage)
@@ -125,11 +145,16 @@ class BoundPolicy:
 
 def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) -> dict[str, AnyDetector]:
     """Build the policy's detectors from the calibrations of one model. Raises ``PolicyError``."""
-    built = {}
+    built: dict[str, AnyDetector] = {}
     for name, use in loaded.policy.detectors.items():
         config = use.config or config_key
         own = loaded.file_of(("detectors", name, "config")).parent / config
-        path = own if config.endswith(".json") else model_configs / use.kind / f"{config}.json"
+        path = own if config.endswith((".json", ".npz")) else model_configs / use.kind / f"{config}.json"
+        if use.optional and use.kind in detector_kinds() and not path.exists():
+            absent = AbsentDetector(use.kind, path)
+            log.warning("policy %s: detector %s: %s", loaded.label, name, absent.reason)
+            built[name] = absent
+            continue
         try:
             built[name] = build_detector(use.kind, path)
         except UnknownDetectorError as error:
@@ -176,6 +201,7 @@ def bind(
         window_tokens=policy.window_tokens,
         answer_timeout_s=_answer_timeout_s(rules, policy.prompt_timeout_s),
     )
+    _check_inputs(loaded, bound)
     _check_stages(loaded, bound)
     _check_steerings(loaded, bound)
     return bound
@@ -183,7 +209,11 @@ def bind(
 
 def _measurement(loaded: LoadedPolicy, name: str, detector: AnyDetector) -> Measurement:
     try:
-        return measurement(name, detector, loaded.policy.detectors[name])
+        use = loaded.policy.detectors[name]
+        if isinstance(detector, AbsentDetector):
+            # Whatever spans and inputs it would have, there is nothing to bind them to.
+            use = DetectorUse(kind=use.kind, scope=use.scope)
+        return measurement(name, detector, use, use.inputs)
     except ValueError as error:
         raise loaded.error(("detectors", name, "spans"), str(error)) from None
 
@@ -204,15 +234,36 @@ def _whole_spec(loaded: LoadedPolicy, measurements: Mapping[str, Measurement]) -
 
 
 def _check_stages(loaded: LoadedPolicy, bound: BoundPolicy) -> None:
-    """The engine's readouts of an answer come at its end."""
+    """No rule is judged before what its detectors read can be there."""
     for i, rule in enumerate(loaded.policy.rules):
         asked = detectors_in(rule) if rule.stage != "output" and rule.gate is None else ()
-        for name in asked:
-            if bound.measurements[name].reads_answer:
+        for name in (one for named in asked for one in (named, *bound.measurements[named].inputs.values())):
+            one = bound.measurements[name]
+            if one.asks_again:
                 raise loaded.error(
                     ("rules", i, "stage"),
-                    f"{name} reads generated tokens, whose readouts come when the answer is complete: stage output",
+                    f"{name} has the model read the answer once more, when it is complete: stage output",
                 )
+            if one.reads_answer and rule.stage == "prompt":
+                raise loaded.error(
+                    ("rules", i, "stage"), f"{name} reads generated tokens, of which a prompt has none: stage stream"
+                )
+
+
+def _check_inputs(loaded: LoadedPolicy, bound: BoundPolicy) -> None:
+    """A combination has the score of each of its inputs' kinds, and nothing else takes scores."""
+    for name, detector in bound.detectors.items():
+        if isinstance(detector, AbsentDetector):
+            continue
+        given = bound.measurements[name].inputs
+        wanted = detector.inputs if isinstance(detector, ScoreDetector) else ()
+        at = ("detectors", name, "inputs")
+        if given.keys() != set(wanted):
+            have = ", ".join(sorted(wanted)) or "none"
+            raise loaded.error(at, f"the inputs of a {detector.kind} are: {have}; not: {', '.join(given) or 'none'}")
+        for kind, of in given.items():
+            if (found := bound.detectors[of].kind) != kind:
+                raise loaded.error(at, f"{kind} is to be the score of a {kind}, and {of} is a {found}")
 
 
 def _answer_timeout_s(rules: Sequence[CompiledRule], timeout_s: float) -> float:

@@ -52,5 +52,5 @@ def _short(value: Any) -> str:
 def _said(value: Any) -> Any:
     """Without the fields that say nothing."""
     if isinstance(value, Mapping):
-        return {key: _said(one) for key, one in value.items() if one not in (None, [], {}, "")}
+        return {key: _said(one) for key, one in value.items() if one not in (None, [], {}, "") and one is not False}
     return [_said(one) for one in value] if isinstance(value, list) else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from guard.mia.spec import Gate, ProbeCapture
-from guard.policy.measuring import Measurement, Steering
+from guard.policy.measuring import GATE_PREFIX, Measurement, Steering
 from guard.policy.schema import Rule, SteeringGate
 
 
@@ -18,8 +18,7 @@ def steering_of(rule: Rule, measurements: Mapping[str, Measurement]) -> Steering
     if rule.gate is None:
         return Steering(rule.name, rule.steer)
     if rule.gate.probe is not None:
-        # No detector's key begins with a dot, so the name is free.
-        name = f"..{rule.name}"
+        name = f"{GATE_PREFIX}{rule.name}"
         capture = ProbeCapture(probe=rule.gate.probe, positions=rule.gate.positions)
         return _gated(rule, Gate(readout=name, above=rule.gate.above, below=rule.gate.below), {name: capture}, None)
     assert rule.gate.detector is not None

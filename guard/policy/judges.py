@@ -16,7 +16,7 @@ from guard.mia.spec import MiaSpec
 from guard.policy.bound import BoundPolicy
 from guard.policy.conversation import any_stranger
 from guard.policy.engine import Decision
-from guard.policy.measuring import Measurement, Part, Question, Steering, measurement, question
+from guard.policy.measuring import Measurement, Part, Question, Steering, measurement, question, with_combined
 from guard.policy.schema import Stage
 
 SHADOW_PREFIX = "."
@@ -24,6 +24,7 @@ SHADOW_PREFIX = "."
 
 
 PROMPT: tuple[Stage, ...] = ("prompt",)
+STREAM: tuple[Stage, ...] = ("stream",)
 LATER: tuple[Stage, ...] = ("stream", "output")
 """Stages of answers."""
 
@@ -58,11 +59,11 @@ class Judges:
         """What to ask the engine for a conversation of messages with these roles."""
         if self.settled is not None and not any_stranger(roles):
             return self.settled
-        return question(self.measured, roles, self.live.armed)
+        return self._growing(question(self.measured, roles, self.live.armed))
 
     def ask_alone(self, roles: Sequence[str], reason: str) -> Question:
         """The same for the live policy alone: what only its shadow measures is unavailable, with ``reason``."""
-        asked = question(self.live.measurements.values(), roles, self.live.armed)
+        asked = self._growing(question(self.live.measurements.values(), roles, self.live.armed))
         missing = Score("unavailable", reason=reason)
         return replace(asked, known={**dict.fromkeys(self.only_beside, missing), **asked.known})
 
@@ -83,7 +84,11 @@ class Judges:
         if self.shadow is not None:
             needed |= {self.beside[name].key for name in self.shadow.detectors_of(LATER)}
         needed |= {one.reads for one in steerings if one.reads is not None}
-        return question([one for one in self.measured if one.key in needed], roles, steerings)
+        return self._growing(question([one for one in self.measured if one.key in needed], roles, steerings))
+
+    def _growing(self, asked: Question) -> Question:
+        """The same, with readouts of the answer while it grows where rules judge it meanwhile."""
+        return with_progress(asked, self.live, self.shadow)
 
     @property
     def judges_answers(self) -> bool:
@@ -93,7 +98,7 @@ class Judges:
     def hold_s(self, asked: Question) -> float:
         """How long an answer is held for scores that the live policy acts on; 0 when there are none to wait for."""
         needed = [self.live.measurements[name] for name in self.live.detectors_of(PROMPT)]
-        waits = asked.reads and any(one.key not in asked.known and not one.reads_text for one in needed)
+        waits = asked.reads and any(one.key not in asked.known and one.reads_engine for one in needed)
         return self.live.hold_s if waits else 0.0
 
     def read_prompt(self, parts: Sequence[Part], roles: Sequence[str]) -> dict[str, Score]:
@@ -107,6 +112,14 @@ class Judges:
     def unread(self, stages: Collection[Stage], score: Score) -> dict[str, Score]:
         """``score`` for each detector that reads text."""
         return {one.key: score for one in self._readers(stages)}
+
+    def asking_again(self, asked: Question) -> list[Measurement]:
+        """Detectors of answers that have the model read something more, and apply to this request."""
+        return [one for one in self._measured_in(LATER) if one.asks_again and one.key not in asked.known]
+
+    def growing(self) -> list[Measurement]:
+        """Detectors that judge what an answer's tokens have in them while it grows."""
+        return [one for one in self._measured_in(STREAM) if one.reads_answer]
 
     def scores(
         self,
@@ -124,12 +137,14 @@ class Judges:
         beside = self.shadow.detectors_of(stages) if self.shadow else frozenset()
         wanted = {name: one for name, one in self.live.measurements.items() if name in live}
         shadow = {name: one for name, one in self.beside.items() if name in beside}
-        both = {one.key: one for one in (*wanted.values(), *shadow.values())}
+        both = {one.key: one for one in (*wanted.values(), *shadow.values()) if not one.combines}
         by_key = asked.scores(both, readouts, reason, timed_out, texts)
-        return Scores(
-            {name: by_key[one.key] for name, one in wanted.items()},
-            {name: by_key[one.key] for name, one in shadow.items()},
-        )
+
+        def named(measured: Mapping[str, Measurement]) -> dict[str, Score]:
+            plain = {name: by_key[one.key] for name, one in measured.items() if not one.combines}
+            return with_combined(measured, plain, asked.known)
+
+        return Scores(named(wanted), named(shadow))
 
     def decide(self, scores: Scores, stage: Stage = "prompt") -> tuple[Decision, Decision | None]:
         """The decision, and what the shadow policy would have decided."""
@@ -139,12 +154,16 @@ class Judges:
         )
 
     def _readers(self, stages: Collection[Stage]) -> list[Measurement]:
+        return [one for one in self._measured_in(stages) if one.reads_text]
+
+    def _measured_in(self, stages: Collection[Stage]) -> list[Measurement]:
+        """Of either policy, each once."""
         live = self.live.detectors_of(stages)
         found = [one for name, one in self.live.measurements.items() if name in live]
         if self.shadow is not None:
             beside = self.shadow.detectors_of(stages)
             found += [one for name, one in self.beside.items() if name in beside]
-        return [one for one in {one.key: one for one in found}.values() if one.reads_text]
+        return list({one.key: one for one in found}.values())
 
 
 def judges(live: BoundPolicy, shadow: BoundPolicy | None) -> Judges:
@@ -159,11 +178,21 @@ def judges(live: BoundPolicy, shadow: BoundPolicy | None) -> Judges:
         named = f"{live.name} with {shadow.name} beside it asks" if shadow else f"{live.name} asks"
         raise TooMuchError(f"{named} for more than one request can: {reason}") from None
     depends = any(one.depends_on_conversation for one in measured)
-    return Judges(live, shadow, measured, beside, None if depends else whole)
+    return Judges(live, shadow, measured, beside, None if depends else with_progress(whole, live, shadow))
+
+
+def with_progress(asked: Question, live: BoundPolicy, shadow: BoundPolicy | None) -> Question:
+    """The question with ``progress_tokens`` of the policy that wants to know sooner."""
+    wanted = [one.progress_tokens for one in (live, shadow) if one is not None and one.progress_tokens is not None]
+    if not wanted:
+        return asked
+    return replace(asked, spec=asked.spec.model_copy(update={"progress_tokens": min(wanted)}))
 
 
 def _beside(shadow: BoundPolicy, shared: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    # A combination is not shared: its inputs have the names of its own policy.
     return {
-        name: shared.get(shadow.digests[name]) or measurement(f"{SHADOW_PREFIX}{name}", shadow.detectors[name], use)
+        name: (shared.get(shadow.digests[name]) if not use.inputs else None)
+        or measurement(f"{SHADOW_PREFIX}{name}", shadow.detectors[name], use, use.inputs)
         for name, use in shadow.uses.items()
     }

@@ -63,7 +63,8 @@ def digests(loaded: LoadedPolicy) -> dict[str, str]:
 def _digest(loaded: LoadedPolicy, name: str) -> str:
     use = loaded.policy.detectors[name]
     content = use.model_dump_json(exclude_defaults=True).encode()
-    if use.config is not None and use.config.endswith(".json"):
+    content += "".join(_digest(loaded, of) for _, of in sorted(use.inputs.items())).encode()
+    if use.config is not None and use.config.endswith((".json", ".npz")):
         file = loaded.file_of(("detectors", name, "config")).parent / use.config
         # Two folders may have a file of that name; where it is missing nothing is measured with it.
         content += file.read_bytes() if file.is_file() else b""

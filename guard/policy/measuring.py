@@ -12,11 +12,31 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from math import isfinite
-from typing import cast
+from typing import TypeVar, cast
 
-from detectors.base import AnyDetector, CapturePlan, Detector, Score, TextDetector
-from guard.mia.results import AttentionReadout, Readout, Readouts
-from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, ProbeCapture, Span, Steer, generates
+from detectors.base import (
+    AnyDetector,
+    CapturePlan,
+    Detector,
+    Score,
+    ScoreDetector,
+    SecondPass,
+    SecondPassDetector,
+    SpanDetector,
+    TextDetector,
+)
+from guard.mia.results import AttentionReadout, AttentionRowsReadout, Readout, Readouts
+from guard.mia.spec import (
+    AttentionCapture,
+    Capture,
+    HiddenCapture,
+    MiaSpec,
+    ProbeCapture,
+    Span,
+    SpanPositions,
+    Steer,
+    generates,
+)
 from guard.policy.conversation import WORDS, ConversationError, matches, places, resolved, roles_named
 from guard.policy.readings import other_readings
 from guard.policy.schema import DetectorUse
@@ -24,7 +44,11 @@ from guard.policy.schema import DetectorUse
 log = logging.getLogger("guard.policy")
 
 OUT_OF_SCOPE = "the request has no message in its scope"
+GATE_PREFIX = ".."
+"""Before the name of a probe that a rule's gate reads and no detector: no detector's key begins so."""
+
 NO_TEXT = "there is no text to read"
+NOT_YET = "the engine has sent nothing of the answer yet"
 
 Part = tuple[int, int, str]
 """One text of a conversation: index of its message, number of the part in it, and the text. The number is negative for
@@ -40,9 +64,12 @@ class Measurement:
     detector: AnyDetector
     scope: tuple[str, ...]
     spans: Mapping[str, tuple[str, ...]]
-    named: frozenset[str]
-    hidden: Mapping[str, HiddenCapture]
-    attention: Mapping[str, AttentionCapture]
+    named: frozenset[str] = frozenset()
+    hidden: Mapping[str, HiddenCapture] = field(default_factory=dict)
+    attention: Mapping[str, AttentionCapture] = field(default_factory=dict)
+    probes: Mapping[str, ProbeCapture] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Of a detector that combines scores: its input -> the policy's detector."""
 
     @cached_property
     def reads_text(self) -> bool:
@@ -50,9 +77,28 @@ class Measurement:
         return isinstance(self.detector, TextDetector)
 
     @property
+    def asks_again(self) -> bool:
+        """Whether it has the model read something of its own, about the answer."""
+        return isinstance(self.detector, SecondPassDetector)
+
+    @property
+    def combines(self) -> bool:
+        """Whether it is computed from other detectors' scores."""
+        return isinstance(self.detector, ScoreDetector)
+
+    @property
+    def reads_engine(self) -> bool:
+        """Whether the engine's readouts of the request itself are what it needs."""
+        return isinstance(self.detector, Detector)
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        return (*self.hidden.values(), *self.attention.values(), *self.probes.values())
+
+    @property
     def reads_answer(self) -> bool:
         """Whether it needs what the model computes while it answers."""
-        return any(map(generates, self.hidden.values())) or any(map(generates, self.attention.values()))
+        return any(map(generates, self.captures))
 
     @property
     def depends_on_conversation(self) -> bool:
@@ -69,10 +115,53 @@ class Measurement:
             for key, item in readouts.items.items()
             if key.startswith(prefix)
         }
-        if self.reads_text:
-            return Score("unavailable", reason=NO_TEXT)
-        detector = cast(Detector, self.detector)
-        return self._checked(lambda: detector.score(own))
+        detector = self.detector
+        if isinstance(detector, SpanDetector):
+            spans = {
+                name.removeprefix(prefix): tokens
+                for name, tokens in readouts.span_tokens.items()
+                if name.startswith(prefix)
+            }
+            return self._checked(lambda: detector.score_spans(own, spans))
+        if isinstance(detector, Detector):
+            return self._checked(lambda: detector.score(own))
+        return Score("unavailable", reason=NO_TEXT)
+
+    def last_position(self, readouts: Readouts) -> int | None:
+        """The last generated token of which every capture that grows has come; None while one has nothing."""
+        grown = [name for name in (*self.hidden, *self.attention, *self.probes) if generates(self._capture(name))]
+        ends = [getattr(readouts.items.get(name), "positions", ()) for name in grown]
+        return min((max(positions, default=-1) for positions in ends), default=-1) if all(ends) else None
+
+    def _capture(self, name: str) -> Capture:
+        found = self.hidden.get(name) or self.attention.get(name) or self.probes.get(name)
+        assert found is not None, "it is the name of one"
+        return found
+
+    def score_from(self, scores: Mapping[str, Score]) -> Score:
+        """Of a detector that combines. scores: by the policy's names."""
+        detector = self.detector
+        assert isinstance(detector, ScoreDetector)
+        missing = Score("unavailable", reason="it was not measured")
+        own = {name: scores.get(of, missing) for name, of in self.inputs.items()}
+        return self._checked(lambda: detector.score_from(own))
+
+    def second_pass(self, answer: str, parts: Sequence[Part], roles: Sequence[str]) -> SecondPass | Score:
+        """Of a detector that asks again: what to ask, or a score where there is nothing to ask."""
+        detector = self.detector
+        assert isinstance(detector, SecondPassDetector)
+        prefix = f"{self.key}."
+        texts = {name.removeprefix(prefix): text_of(selectors, parts, roles) for name, selectors in self.spans.items()}
+        try:
+            return detector.second_pass(answer, texts)
+        except Exception as error:
+            return self._failed(error)
+
+    def score_pass(self, readouts: Readouts) -> Score:
+        """Of a detector that asks again: from what came of its pass, whose captures have their own names."""
+        detector = self.detector
+        assert isinstance(detector, SecondPassDetector)
+        return self._checked(lambda: detector.score_pass(readouts.items))
 
     def score_text(self, text: str) -> Score:
         """Of a detector that reads text: the worst of the ways in which it can be read."""
@@ -105,35 +194,62 @@ class Measurement:
     def _checked(self, scored: Callable[[], Score]) -> Score:
         try:
             score = scored()
-        except Exception as error:  # a detector may be anybody's, and no score is never clean
-            log.warning("detector %s failed: %s", self.key, type(error).__name__)
-            return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
+        except Exception as error:
+            return self._failed(error)
         if score.status == "not_applicable":
             return Score("unavailable", reason="the detector says not_applicable, which only a policy's scope may")
         if score.status == "scored" and (score.value is None or not isfinite(score.value)):
             return Score("unavailable", reason="the score is not a number")
         return score
 
+    def _failed(self, error: Exception) -> Score:
+        """A detector may be anybody's, and no score is never clean."""
+        log.warning("detector %s failed: %s", self.key, type(error).__name__)
+        return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
 
-def measurement(key: str, detector: AnyDetector, use: DetectorUse) -> Measurement:
-    """Raises ``ValueError`` for a span that the detector does not have."""
-    plan = CapturePlan() if isinstance(detector, TextDetector) else detector.plan()
-    if unknown := sorted(use.spans.keys() - plan.spans.keys()):
-        have = ", ".join(sorted(plan.spans)) or "none"
+
+def text_of(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[str]) -> str:
+    """The texts of all messages that are meant, one under the other."""
+    meant = places(selectors, roles)
+    return "\n".join(text for message, _, text in parts if (message, None) in meant)
+
+
+def measurement(
+    key: str, detector: AnyDetector, use: DetectorUse, inputs: Mapping[str, str] | None = None
+) -> Measurement:
+    """``inputs``: as in ``Measurement``. Raises ``ValueError`` for a span that the detector does not have."""
+    plan = detector.plan() if isinstance(detector, Detector) else CapturePlan()
+    defaults = detector.spans if isinstance(detector, SecondPassDetector) else plan.spans
+    if unknown := sorted(use.spans.keys() - defaults.keys()):
+        have = ", ".join(sorted(defaults)) or "none"
         raise ValueError(f"{detector.kind} has no span {unknown[0]!r}; it has {have}")
-    spans = {span: use.spans.get(span, selectors) for span, selectors in plan.spans.items()}
+    spans = {span: use.spans.get(span, selectors) for span, selectors in defaults.items()}
     return Measurement(
         key=key,
         detector=detector,
         scope=use.scope,
         spans={f"{key}.{span}": selectors for span, selectors in spans.items()},
         named=roles_named([*use.scope, *(one for selectors in spans.values() for one in selectors)]),
-        hidden={f"{key}.{capture}": wanted for capture, wanted in plan.hidden.items()},
+        hidden={f"{key}.{capture}": _at_span(wanted, key) for capture, wanted in plan.hidden.items()},
         attention={
-            f"{key}.{capture}": reading.model_copy(update={"spans": tuple(f"{key}.{span}" for span in reading.spans)})
+            f"{key}.{capture}": _at_span(
+                reading.model_copy(update={"spans": tuple(f"{key}.{span}" for span in reading.spans)}), key
+            )
             for capture, reading in plan.attention.items()
         },
+        probes={f"{key}.{capture}": _at_span(probe.capture, key) for capture, probe in plan.probes.items()},
+        inputs=inputs or {},
     )
+
+
+C = TypeVar("C", HiddenCapture, AttentionCapture, ProbeCapture)
+
+
+def _at_span(capture: C, key: str) -> C:
+    """The capture with the span that it is read at under the name in which that travels."""
+    if not isinstance(capture.positions, SpanPositions):
+        return capture
+    return capture.model_copy(update={"positions": SpanPositions(span=f"{key}.{capture.positions.span}")})
 
 
 @dataclass(frozen=True)
@@ -172,9 +288,9 @@ class Question:
     @property
     def reads(self) -> bool:
         """Whether readouts of the prompt will come that detectors wait for."""
-        return not (
-            all(map(generates, self.spec.hidden.values())) and all(map(generates, self.spec.attention.values()))
-        )
+        probes = [capture for name, capture in self.spec.probes.items() if not name.startswith(GATE_PREFIX)]
+        captures: tuple[Capture, ...] = (*self.spec.hidden.values(), *self.spec.attention.values(), *probes)
+        return not all(map(generates, captures))
 
     def scores(
         self,
@@ -191,6 +307,7 @@ class Question:
         return {
             name: known.get(one.key) or (missing if readouts is None else one.score(readouts))
             for name, one in measurements.items()
+            if not one.combines
         }
 
 
@@ -201,10 +318,14 @@ def question(
     spans: dict[str, Span] = {}
     hidden: dict[str, HiddenCapture] = {}
     attention: dict[str, AttentionCapture] = {}
+    probes = {name: capture for one in steerings for name, capture in one.probes.items()}
     known: dict[str, Score] = {}
     for one in measurements:
         if roles is not None and one.scope and not matches(one.scope, roles, one.named):
             known[one.key] = Score("not_applicable", reason=OUT_OF_SCOPE)
+            continue
+        if one.asks_again:
+            # Its spans are texts that go into a conversation of its own.
             continue
         try:
             spans |= one.spans if roles is None else one.spans_in(roles)
@@ -213,18 +334,30 @@ def question(
             continue
         hidden |= one.hidden
         attention |= one.attention
+        probes |= one.probes
     spec = MiaSpec(
         spans=spans,
         hidden=hidden,
         attention=attention,
-        probes={name: capture for one in steerings for name, capture in one.probes.items()},
+        probes=probes,
         steer=tuple(steer for one in steerings for steer in one.steer),
     )
     rules = tuple(one.rule for one in steerings)
     return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer))
 
 
+def with_combined(
+    measured: Mapping[str, Measurement], scores: Mapping[str, Score], known: Mapping[str, Score]
+) -> dict[str, Score]:
+    """The scores of ``measured``, by name, with those that are computed from others. ``known``: by key, those that
+    need no computing."""
+    return {
+        name: (known.get(one.key) or one.score_from(scores)) if one.combines else scores[name]
+        for name, one in measured.items()
+    }
+
+
 def _as_detector_named_it(item: Readout, prefix: str) -> Readout:
-    if isinstance(item, AttentionReadout):
+    if isinstance(item, AttentionReadout | AttentionRowsReadout):
         return replace(item, mass={span.removeprefix(prefix): mass for span, mass in item.mass.items()})
     return item

@@ -78,14 +78,23 @@ class DetectorUse(Section):
     """Which detector: a built-in kind or one that an installed package registers."""
 
     config: Annotated[str | None, Field(examples=["SmolLM2-135M-Instruct", "my-probe.json"])] = None
-    """Its calibration. A name means `model_configs/KIND/NAME.json`; a path ending in `.json` is relative to this file.
-    Default: the file named after the served model."""
+    """Its calibration. A name means `model_configs/KIND/NAME.json`; a path ending in `.json`, or in `.npz` for MIA's
+    `h_node` probes, is relative to this file. Default: the file named after the served model."""
+
+    optional: bool = False
+    """Whether the policy can do without it: for a model without such a calibration the detector is `unavailable`, which
+    is logged at start, and its rules follow their `on_error`. Default: the policy is refused."""
 
     spans: Annotated[dict[SpanName, Selectors], Field(examples=[{"data": ["user.last", "tool"]}])] = {}  # noqa: RUF012
     """Which messages the detector's spans mean: span name to selectors (`ROLE`, `ROLE.first`, `ROLE.last`, `message.N`,
     each also with `.part.N`) or words: `last_turn`, every message after the last answer that was replied to;
     `tool_results`; `new_tool_results`, those in the last turn. Earlier turns count as judged when they were new, which
     a client with a made-up history can use. Default: the detector's own choice."""
+
+    inputs: Annotated[
+        dict[SpanName, DetectorName], Field(examples=[{"probe": "injection", "text_baseline": "words"}])
+    ] = {}  # noqa: RUF012
+    """For a kind that combines scores: each of its inputs and the detector of this policy whose score that is."""
 
     scope: Annotated[Selectors, Field(examples=[["new_tool_results"], ["user"]])] = ()
     """Selectors and words as in `spans`. A request without any such message is not measured: the detector's status is
@@ -184,8 +193,9 @@ class Rule(Section):
 
     stage: Stage = "prompt"
     """When it is judged. `prompt`: once the model has read the prompt, before the first byte of the answer. `stream`:
-    while the answer is generated, by detectors of text or of the prompt, and once more at its end. `output`: when it is
-    complete. With several choices each is judged, and the worst decides."""
+    while the answer is generated, and once more at its end. `output`: when it is complete; detectors that have the
+    model read the answer once more are for this stage alone. With several choices each is judged, and the worst
+    decides."""
 
     when: Condition | None = None
     """The condition. Only a steering with a `gate` can do without: it then goes with every request, and the gate alone
@@ -327,6 +337,15 @@ class Policy(Section):
                     f"rule {rule.name!r} uses detectors that are not defined: {', '.join(unknown)}; "
                     f"defined are: {', '.join(sorted(self.detectors)) or 'none'}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _inputs_are_detectors(self) -> Self:
+        for name, use in self.detectors.items():
+            if unknown := sorted(set(use.inputs.values()) - self.detectors.keys()):
+                raise ValueError(f"detector {name!r} takes the scores of {', '.join(unknown)}, which are not defined")
+            if nested := sorted(of for of in use.inputs.values() if self.detectors[of].inputs):
+                raise ValueError(f"detector {name!r} takes the score of {nested[0]!r}, which is itself a combination")
         return self
 
     @model_validator(mode="after")

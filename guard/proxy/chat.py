@@ -21,11 +21,12 @@ from guard.proxy.body import F, GuardedRequest, parse_request
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judged import block, relay_judged
-from guard.proxy.judging import AnswerJudge
+from guard.proxy.judging import AnswerJudge, Conversation
 from guard.proxy.readouts import Finding, gate_reports
 from guard.proxy.recording import Handler
 from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
+from guard.proxy.second_pass import PassReader
 from guard.proxy.services import Services
 from guard.proxy.verdict import ShadowRefusedError, TextScores, decide, judge, read_texts, spec_refusal
 from guard.proxy.wire import Form
@@ -70,6 +71,11 @@ class _Asking:
         request = self.request
         return self.services.ask(request.form.route, request, self.asked.wire, self.exchange, early=early)
 
+    def _conversation(self) -> Conversation:
+        request, exchange = self.request, self.exchange
+        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.headers)
+        return Conversation(request.texts, request.roles, request.form.words, reader)
+
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""
         failed = isinstance(answer, PlainAnswer) and answer.failed
@@ -77,7 +83,7 @@ class _Asking:
             if failed or not self.judges.judges_answers:
                 await relay(self.exchange, answer, self.request.form.ends)
                 return None
-            judge = AnswerJudge(self.judges, self.asked, finding.readouts, finding.reason)
+            judge = AnswerJudge(self.judges, self.asked, finding.readouts, finding.reason, self._conversation())
             return await relay_judged(self.exchange, self.request, answer, judge, attempts)
         finally:
             if gated := self.asked.gated:

@@ -6,26 +6,43 @@ Owns what is known of one answer, and which of its characters a redaction takes 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from detectors.base import Score
-from guard.mia.results import Readouts
+from detectors.base import Score, SecondPass
+from guard.mia.results import Readouts, join
 from guard.policy import Decision, Judges, Question, RuleHit
-from guard.policy.judges import LATER
+from guard.policy.judges import LATER, STREAM
+from guard.policy.measuring import NOT_YET, Measurement, Part
 from guard.policy.schema import SEVERITY, Stage, detectors_in
 from guard.proxy.readouts import most_complete
+from guard.proxy.second_pass import PassReader, SecondPassError
 from guard.proxy.wire import Frame, Piece
 from guard.telemetry.record import Answered
 
 Unit = tuple[int, str]
 """A choice and a channel of it: each is a text of its own."""
 
+NOWHERE: Unit = (-1, "")
+"""No unit of any answer."""
+
 WHOLE = " whole"
 """Ends the name of a channel's second copy, which some APIs send at its end."""
 
-STREAM: tuple[Stage, ...] = ("stream",)
+NO_WORDS = Score("not_applicable", reason="the answer says nothing in words")
+PASS_LATE = Score("unavailable", reason="the second pass did not come in time", timed_out=True)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What the answer is an answer to, for detectors that have the model read more. ``words``: as a ``Form``'s."""
+
+    parts: Sequence[Part] = ()
+    roles: Sequence[str] = ()
+    words: Callable[[str], bool] = lambda _channel: True
+    reader: PassReader | None = None
 
 
 @dataclass(frozen=True)
@@ -55,10 +72,14 @@ class AnswerJudge:
     asked: Question
     prompt: Readouts | None
     reason: str
+    conversation: Conversation = field(default_factory=Conversation)
     texts: dict[Unit, str] = field(default_factory=dict)
     tokens: Counter[int] = field(default_factory=Counter)
     marks: dict[Unit, list[Mark]] = field(default_factory=dict)
     ruling: Ruling | None = None
+    second_pass_s: float | None = None
+    _grown: dict[int, Readouts] = field(default_factory=dict)
+    _taken: int = 0
     _read: dict[Unit, tuple[str, dict[str, Score]]] = field(default_factory=dict)
     _replaced_at: dict[Unit, int] = field(default_factory=dict)
 
@@ -83,7 +104,12 @@ class AnswerJudge:
         """Judge what there is so far. What hit before stays."""
         stages = LATER if complete else STREAM
         texts = await self._texts(stages)
-        found = [self._judged(unit, texts.get(unit, {}), readouts, stages) for unit in self._units(readouts)]
+        passes = await self._passes() if complete else {}
+        self._take(readouts)
+        found = []
+        for unit in self._units(readouts):
+            known = {**texts.get(unit, {}), **passes.get(unit, passes.get(NOWHERE, {}))}
+            found.append(self._judged(unit, known, readouts, stages))
         rulings = [*([self.ruling] if self.ruling else []), *found]
         worst = max(rulings, key=lambda one: _severity(one.decision))
         shadows = [one.shadow for one in rulings if one.shadow is not None]
@@ -97,7 +123,9 @@ class AnswerJudge:
     def answered(self, attempts: int) -> Answered | None:
         """What the record says of it."""
         one = self.ruling
-        return Answered(one.choice, one.scores, one.decision, one.shadow, attempts) if one else None
+        if one is None:
+            return None
+        return Answered(one.choice, one.scores, one.decision, one.shadow, attempts, self.second_pass_s)
 
     def redact(self, frame: Frame) -> None:
         """Take out of a frame what is marked there."""
@@ -152,15 +180,89 @@ class AnswerJudge:
                 self._read[unit] = (text, self.judges.read_answer(text, stages))
         return {unit: self._read[unit][1] for unit in units}
 
+    async def _passes(self) -> dict[Unit, dict[str, Score]]:
+        """Scores of detectors that have the model read something about the answer: of each of its texts, within a
+        bounded time. At ``NOWHERE``: of whatever is no text."""
+        asking = self.judges.asking_again(self.asked)
+        if not asking:
+            return {}
+        began_s = time.perf_counter()
+        said = {unit: text for unit, text in self.texts.items() if text.strip() and self._in_words(unit)}
+        # Some APIs send a text twice.
+        tasks = {
+            (one.key, text): asyncio.create_task(self._pass(one, text))
+            for one in asking
+            for text in dict.fromkeys(said.values())
+        }
+        try:
+            if tasks:
+                await asyncio.wait(tasks.values(), timeout=self.judges.live.answer_timeout_s)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        self.second_pass_s = time.perf_counter() - began_s
+        scores = {key: PASS_LATE if task.cancelled() else task.result() for key, task in tasks.items()}
+        none = dict.fromkeys((one.key for one in asking), NO_WORDS)
+        return {NOWHERE: none} | {
+            unit: {one.key: scores[one.key, text] for one in asking} for unit, text in said.items()
+        }
+
+    def _in_words(self, unit: Unit) -> bool:
+        return self.conversation.words(unit[1].removesuffix(WHOLE))
+
+    async def _pass(self, one: Measurement, text: str) -> Score:
+        asked = one.second_pass(text, self.conversation.parts, self.conversation.roles)
+        if not isinstance(asked, SecondPass):
+            return asked
+        if self.conversation.reader is None:
+            return Score("unavailable", reason="there is no model to ask")
+        try:
+            return one.score_pass(await self.conversation.reader.read(asked))
+        except SecondPassError as error:
+            return Score("unavailable", reason=str(error))
+
+    def _take(self, readouts: Sequence[Readouts]) -> None:
+        """Put what has grown since the last time to what there was."""
+        for one in readouts[self._taken :]:
+            if one.stage == "progress":
+                before = self._grown.get(one.choice_index)
+                items = dict(before.items) if before else {}
+                for name, item in one.items.items():
+                    items[name] = join([items[name], item]) if name in items else item  # type: ignore[type-var]
+                self._grown[one.choice_index] = replace(one, items=items)
+        self._taken = len(readouts)
+
+    def _behind(self, unit: Unit, found: Readouts | None) -> dict[str, Score]:
+        """Scores, while the answer grows, of detectors of what its tokens have in them: for those that nothing has come
+        for yet, and for those that too little has come for."""
+        scores: dict[str, Score] = {}
+        for one in self.judges.growing():
+            if found is not None and any(
+                item.status != "complete" for name, item in found.items.items() if name.startswith(f"{one.key}.")
+            ):
+                continue
+            last = one.last_position(found) if found is not None else None
+            read = 0 if last is None or found is None else last + 1 - found.prompt_tokens
+            if self.tokens[unit[0]] - read > self.judges.live.window_tokens:
+                scores[one.key] = Score("unavailable", reason="the engine's readouts are far behind the answer")
+            elif last is None:
+                scores[one.key] = Score("not_applicable", reason=NOT_YET)
+        return scores
+
     def _judged(
         self, unit: Unit, texts: Mapping[str, Score], readouts: Sequence[Readouts], stages: Sequence[Stage]
     ) -> Ruling:
         prompts = [self.prompt] if self.prompt else [one for one in readouts if one.stage == "prompt"]
-        items = dict(most_complete(prompts).items) if prompts else {}
-        for one in readouts:
-            items |= one.items if one.stage == "final" and one.choice_index == unit[0] else {}
-        found = Readouts(items) if items else None
+        parts = [most_complete(prompts)] if prompts else []
+        if (grown := self._grown.get(unit[0])) is not None:
+            parts.append(grown)
+        parts += [one for one in readouts if one.stage == "final" and one.choice_index == unit[0]]
+        items = {name: item for one in parts for name, item in one.items.items()}
+        found = replace(parts[0], items=items) if items else None
         reason = self.reason or "the engine sent no readouts of the answer"
+        if stages == STREAM:
+            texts = {**texts, **self._behind(unit, found)}
         scores = self.judges.scores(self.asked, found, reason, texts=texts, stages=stages)
         both = [self.judges.decide(scores, stage) for stage in stages]
         live = [one for one, _ in both]

@@ -114,12 +114,14 @@ class Texts:
 class Form(Texts):
     """One API that answers with text. ``choices``: how many answers a request asks for.
 
+    ``words``: whether a channel is what the answer says, and neither reasoning nor a tool's call.
     ``pieces``: of a whole answer or of one event of a stream. ``parts``: an event as one for each choice, with its
     choice. ``ends``: whether a frame is an answer's last. ``refusal`` and ``refusal_stream``: an answer that is the
     guard's text. ``cut``: what ends a stream that has begun. ``named_errors``: errors have a type, and an event's name.
     """
 
     choices: Callable[[Fields], int]
+    words: Callable[[str], bool]
     pieces: Callable[[Any], list[Piece]]
     parts: Callable[[Fields], list[tuple[int | None, Fields]]]
     ends: Callable[[bytes], bool]

@@ -131,6 +131,10 @@ def _tokens(choice: Fields) -> int:
     return max(1, len(shown))
 
 
+def _words(channel: str) -> bool:
+    return channel in ("content", "text")
+
+
 def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
     choices = data.get("choices") or []
     if len(choices) < 2:
@@ -196,6 +200,7 @@ chat_form = Form(
     beside=_beside_messages,
     unread=all_read,
     choices=_number_of_choices,
+    words=_words,
     pieces=_pieces,
     parts=_parts,
     ends=_ends,
@@ -211,6 +216,7 @@ completions_form = Form(
     beside=around,
     unread=_unread_prompt,
     choices=_number_of_choices,
+    words=_words,
     pieces=_pieces,
     parts=_parts,
     ends=_ends,

@@ -78,6 +78,10 @@ def _pieces(value: Any) -> list[Piece]:
     return [Piece(0, channel, owner, name, 1 if i == 0 else 0) for i, (channel, owner, name) in enumerate(there)]
 
 
+def _words(channel: str) -> bool:
+    return channel.endswith(".text")
+
+
 def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
     return [(0, data)]
 
@@ -132,6 +136,7 @@ messages_form = Form(
     beside=_beside,
     unread=all_read,
     choices=lambda fields: 1,
+    words=_words,
     pieces=_pieces,
     parts=_parts,
     ends=_ends,

@@ -125,6 +125,10 @@ def _of_part(channel: str, part: Fields) -> list[tuple[str, Fields, str]]:
     return [(f"{channel}.{name}", part, name) for name in ("text", "refusal")]
 
 
+def _words(channel: str) -> bool:
+    return ".output_text." in f"{channel}." or (".content." in channel and channel.endswith(".text"))
+
+
 def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
     return [(0, data)]
 
@@ -192,6 +196,7 @@ responses_form = Form(
     beside=_beside,
     unread=all_read,
     choices=lambda fields: 1,
+    words=_words,
     pieces=_pieces,
     parts=_parts,
     ends=_ends,

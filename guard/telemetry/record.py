@@ -50,6 +50,7 @@ class Answered:
     """What was made of the answer. ``choice``: the one that decided; ``scores``: of its worst text.
 
     ``shadow``: what the shadow policy made of the same. ``attempts``: how often the answer was generated again.
+    ``second_pass_s``: how long detectors had the model read about it; None where none did.
     """
 
     choice: int
@@ -57,6 +58,7 @@ class Answered:
     decision: Decision
     shadow: Decision | None
     attempts: int
+    second_pass_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,16 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "scores": "Score of each detector; null when there is none.",
     "detectors": "scored, or unavailable or not_applicable and why.",
     "timed_out": "Detectors that are unavailable because their score did not come in time.",
+    "details": "Of detectors that say more than their score: numbers by name, such as the probability of each label.",
+    "passages": "Of detectors that say where in the prompt: token ranges [start, end) and their share of what the "
+    "detector looks at, the strongest first.",
     "measured": "What each score depends on, as KIND@HASH: scores compare where these are the same.",
     "shadow": "What the shadow policy beside would have done: policy, policy_hash, action, rule, reason, hits, scores, "
-    "detectors, timed_out, measured, all as above; null without one.",
+    "detectors, timed_out, details, passages, measured, all as above; null without one.",
     "answer": "What rules of the stages stream and output made of the answer: the choice that decided, action, rule, "
-    "reason, its scores, detectors, timed_out, measured, how many attempts there were to generate it again, and what "
-    "the shadow policy would have done (would); null when no rule judges answers, or there was none.",
+    "reason, its scores, detectors, timed_out, details, passages, measured, how many attempts there were to generate "
+    "it again, what the shadow policy would have done (would), and how long detectors had the model read about it "
+    "(second_pass_ms); null when no rule judges answers, or there was none.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
@@ -221,6 +227,12 @@ def _scores(scores: Mapping[str, Score], measured: Mapping[str, str]) -> dict[st
         "scores": {name: score.value for name, score in scores.items()},
         "detectors": {name: _status(score) for name, score in scores.items()},
         "timed_out": [name for name, score in scores.items() if score.timed_out],
+        "details": {name: dict(score.details) for name, score in scores.items() if score.details},
+        "passages": {
+            name: [[one.start, one.end, round(one.weight, 4)] for one in score.passages]
+            for name, score in scores.items()
+            if score.passages
+        },
         "measured": {name: measured[name] for name in scores if name in measured},
     }
 
@@ -245,6 +257,7 @@ def _answered(answer: Answered, measured: Mapping[str, str]) -> dict[str, Any]:
         "reason": answer.decision.reason,
         "attempts": answer.attempts,
         "would": answer.shadow.action if answer.shadow else None,
+        "second_pass_ms": _ms(answer.second_pass_s),
         **_scores(answer.scores, measured),
     }
 

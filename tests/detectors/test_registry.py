@@ -60,5 +60,5 @@ def test_a_built_in_kind_cannot_be_replaced_from_outside(tmp_path: Path) -> None
 
 
 def test_an_unknown_kind_names_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UnknownDetectorError, match=r"'prob'.*attention_tracker, probe"):
+    with pytest.raises(UnknownDetectorError, match=r"'prob'.*attention_tracker, combination.*tool_call_risk"):
         build_detector("prob", tmp_path / "x.json")

@@ -35,7 +35,7 @@ from guard.mia.results import (
 from guard.mia.routing import CACHED, NO_HIDDEN_ROWS, Router
 from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE
-from guard.mia.spec import AttentionCapture, Capture, MiaSpec, ProbeCapture, generates
+from guard.mia.spec import AttentionCapture, Capture, FirstGenerated, MiaSpec, ProbeCapture, generates
 from guard.mia.steering import Bank
 from guard.mia.tracking import Tracked
 
@@ -89,7 +89,7 @@ def make_router(
 
 RANGES = {"tokens": [[0, 1], [0, 1]]}
 positions = st.sampled_from(["last_prompt", "prompt", "generated", "all", {"span": "s"}, RANGES])
-query_positions = st.sampled_from(["last_prompt", "generated", {"span": "s"}, RANGES])
+query_positions = st.sampled_from(["last_prompt", "generated", {"generated": 2}, {"span": "s"}, RANGES])
 gates = st.sampled_from(
     [
         None,
@@ -259,6 +259,9 @@ class Slow:
             "all": lambda p: True,
         }
         rule = rules[capture.positions] if isinstance(capture.positions, str) else lambda p: p == 0
+        if isinstance(capture.positions, FirstGenerated):
+            first = capture.positions.generated
+            return [p for p in range(until) if self.prompt_len <= p < self.prompt_len + first]
         return [p for p in range(until) if rule(p)]
 
     def end_step(self, computed: int, bank: torch.Tensor) -> None:
@@ -271,7 +274,7 @@ class Slow:
             new = [p for p in self.wanted(capture, computed) if p >= self.seen]
             if isinstance(capture, ProbeCapture):
                 values = [float(probe_logits(self.stream_at(p, PROBE_LAYERS["risk"], bank))[0]) for p in new]
-            elif capture.positions == "generated":
+            elif generates(capture):
                 values = [self.mass(capture, p) for p in new]
             else:
                 ended = self.seen < self.prompt_len <= computed

@@ -46,6 +46,12 @@ RISK = {"risk": {"probe": "x"}}
         ({"attention": {"focus": {"heads": [[2, 1]], "spans": ["nowhere"]}}}, "mia.attention.focus"),
         ({"attention": {"focus": {"heads": [[2, 1]], "positions": "all", "weights": True}}}, "mia.attention.focus.pos"),
         ({"attention": {"focus": {"heads": [[2, 1]], "position": "last", "weights": True}}}, "mia.attention.focus.pos"),
+        (
+            {"attention": {"f": {"heads": [[2, 1]], "positions": {"generated": 0}, "weights": True}}},
+            "mia.attention.f.pos",
+        ),
+        ({"hidden": {"h": {"layer": 3, "positions": {"generated": 2}}}}, "mia.hidden.h.positions"),
+        ({"progress_tokens": 0}, "mia.progress_tokens"),
         ({"probes": {"p": {"probe": "../x"}}}, "mia.probes.p.probe"),
         ({"probes": {"p": {"probe": "x", "positions": {"span": "nowhere"}}}}, "mia.probes.p"),
         ({"qk": {"q": {"heads": [[2, 1]], "positions": {"span": "nowhere"}}}}, "mia.qk.q"),

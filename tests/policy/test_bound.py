@@ -12,7 +12,8 @@ import pytest
 from detectors.base import CapturePlan, Score
 from guard.mia.results import AttentionReadout, HiddenReadout, Readout, Readouts
 from guard.mia.spec import AttentionCapture, Gate, HiddenCapture, parse_spec
-from guard.policy import PolicyError, bind, load_policy
+from guard.policy import PolicyError, bind, build_detectors, load_policy
+from guard.policy.judges import judges
 from guard.policy.measuring import question
 
 POLICY = """\
@@ -134,11 +135,21 @@ class Grown(Fake):
         return CapturePlan(hidden={"h": HiddenCapture(layer=3, positions="generated")})
 
 
-@pytest.mark.parametrize("stage", ["prompt", "stream"])
-def test_what_is_read_at_an_answers_end_cannot_be_judged_before(tmp_path: Path, stage: str) -> None:
-    loaded = load(tmp_path, POLICY.replace("action: block", f"action: block\n    stage: {stage}", 1))
-    with pytest.raises(PolicyError, match=r"rules.0.stage: one reads generated tokens.*stage output"):
-        bind(loaded, {"one": Grown(), "two": Fake()})
+def test_what_is_read_of_an_answer_cannot_be_judged_with_the_prompt(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"rules.0.stage: one reads generated tokens.*stage stream"):
+        bind(load(tmp_path), {"one": Grown(), "two": Fake()})
+
+
+def test_a_rule_that_judges_a_growing_answer_has_the_engine_send_it_several_times_a_window(tmp_path: Path) -> None:
+    text = (
+        POLICY.replace("action: block", "action: block\n    stage: stream", 1)
+        + "streaming: window\nwindow_tokens: 20\n"
+    )
+    text = text[: text.index("  - name: calm")] + text[text.index("streaming") :]
+    policy = bind(load(tmp_path, text), {"one": Grown(), "two": Fake()})
+    assert policy.progress_tokens == 5
+    assert judges(policy, None).ask(("user",)).spec.progress_tokens == 5
+    assert bind(load(tmp_path, text), {"one": Fake(), "two": Fake()}).progress_tokens is None
 
 
 def test_an_answers_scores_are_no_part_of_the_prompts(tmp_path: Path) -> None:
@@ -277,3 +288,37 @@ def test_names_that_do_not_exist_are_reported_at_their_line(tmp_path: Path, old:
     with pytest.raises(PolicyError) as caught:
         bind(loaded, {"one": Fake(), "two": Fake()}, vectors=("calm",))
     assert message in str(caught.value)
+
+
+OPTIONAL = """\
+version: 1
+name: test
+detectors:
+  made_up: {kind: h_node, optional: true, spans: {nowhere: user}}
+  all: {kind: combination, optional: true, inputs: {h_node: made_up}}
+rules:
+  - {name: flagged, stage: output, when: {detector: made_up, at_least: fpr_1pct, below: fpr_5pct}, action: flag}
+  - {name: let, stage: output, when: {detector: all, at_least: fpr_1pct}, action: block, on_error: allow}
+"""
+
+
+def test_a_detector_that_is_optional_is_unavailable_where_it_has_no_calibration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load(tmp_path, OPTIONAL)
+    policy = bind(loaded, build_detectors(loaded, "some-model", tmp_path))
+    assert not policy.spec.asks
+    scores = policy.scores(readouts(0, 0))
+    assert scores["made_up"].reason == "this model has no calibration of h_node: some-model.json is missing"
+    decision = policy.decide(scores, "output")
+    assert (decision.action, decision.flags) == ("flag", ("flagged",)), "no score is what on_error says"
+    assert sum("no calibration of" in one.message for one in caplog.records) == 2
+    with pytest.raises(PolicyError, match=r"made_up.*guard calibrate"):
+        build_detectors(load(tmp_path, OPTIONAL.replace("optional: true, spans", "spans")), "some-model", tmp_path)
+
+
+def test_a_file_that_is_there_and_wrong_is_refused_even_for_an_optional_detector(tmp_path: Path) -> None:
+    (tmp_path / "h_node").mkdir()
+    (tmp_path / "h_node" / "some-model.json").write_text("{}")
+    with pytest.raises(PolicyError, match="model_info"):
+        build_detectors(load(tmp_path, OPTIONAL), "some-model", tmp_path)

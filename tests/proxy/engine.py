@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from aiohttp import web
 
-from guard.mia.results import EVENT_OBJECT, HiddenReadout, Readouts, RowsReadout, SteeringReport
+from guard.mia.results import EVENT_OBJECT, HiddenReadout, Readouts, RowsReadout, Stage, SteeringReport
 
 WORDS = ("The", " answer", " is", " 42", ".")
 
@@ -30,6 +30,8 @@ class FakeEngine:
 
     ``scripts``: the answer's words, one script a request, the last for all others; ``frames`` and ``body`` are a stream
     and a whole answer as they are. ``final_logits``: what each request's answer held, in turn, at its one token.
+    ``progress``: what h_node's state was at each word of a stream, sent behind it; None sends nothing there.
+    ``pass_state``: the state of every second pass, which ``passes`` counts; None refuses them.
     """
 
     logit: float = -5.0
@@ -55,6 +57,10 @@ class FakeEngine:
     body: bytes | None = None
     final_logits: list[float] = field(default_factory=list)
     gates_open_at: tuple[int | None, ...] = ()
+    progress: list[float | None] = field(default_factory=list)
+    pass_state: float | None = None
+    pass_delay_s: float = 0.0
+    passes: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -109,6 +115,8 @@ class FakeEngine:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if request.headers["x-request-id"].endswith("-pass"):
+            return await self._second_pass(body)
         self.bodies.append(body)
         self.paths.append(request.path)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
@@ -120,6 +128,25 @@ class FakeEngine:
             raise
         finally:
             self.open -= 1
+
+    async def _second_pass(self, body: dict[str, Any]) -> web.Response:
+        self.passes.append(body)
+        await self._sleep(self.pass_delay_s)
+        if self.pass_state is None:
+            error = {"message": "private words are too long", "code": 400}
+            return web.json_response({"error": error}, status=400)
+        item = HiddenReadout("complete", 3, 4, 5, np.array([self.pass_state], np.float32))
+        event = {"object": EVENT_OBJECT, "readouts": [Readouts({"state": item}, prompt_tokens=5).to_wire()]}
+        raw = self.whole("yes")[:-1] + b',"mia":' + json.dumps(event).encode() + b"}"
+        return web.Response(body=raw, content_type="application/json")
+
+    def grown(self, stage: Stage, first: int, values: list[float]) -> bytes:
+        """States of generated tokens from ``first`` on, for a detector that is called made_up."""
+        positions = tuple(range(7 + first, 7 + first + len(values)))
+        states = np.array(values, np.float32)[:, None]
+        rows = RowsReadout("complete", 3, positions, (1,) * len(values), states)
+        wire = Readouts({"made_up.layer3": rows}, prompt_tokens=7, stage=stage).to_wire()
+        return b"data: " + json.dumps({"object": EVENT_OBJECT, "readouts": [wire]}).encode() + b"\n\n"
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if self.error is not None:
@@ -188,7 +215,11 @@ class FakeEngine:
                 self._break(request)
             await self._sleep(self.word_delay_s)
             await response.write(self.frame(word))
+            if i < len(self.progress) and (state := self.progress[i]) is not None:
+                await response.write(self.grown("progress", i, [state]))
         await self._sleep(self.answer_delay_s)
+        if states := [state for state in self.progress if state is not None]:
+            await response.write(self.grown("final", 0, states))
         if finals := self.final_readouts():
             await response.write(
                 b"data: " + json.dumps({"object": EVENT_OBJECT, "readouts": finals}).encode() + b"\n\n"

@@ -1,0 +1,184 @@
+"""Linear readouts of the residual stream that several detectors share: their weights' file, captures, and logits.
+
+Owns the safetensors file beside a detector's JSON, and the two ways to ``sum over layers of weight . x + bias``: the
+states leave the engine and are multiplied here, or the engine multiplies and only logits leave it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from detectors.base import CapturePlan, EngineProbe, Score
+from detectors.model_config import ModelConfigError, Section
+from guard.mia.results import FloatArray, HiddenReadout, ProbeReadout, Readout, RowsReadout
+from guard.mia.spec import HiddenCapture, Layer, Positions
+
+WEIGHT, BIAS = "weight", "bias"
+
+Logits = npt.NDArray[np.float64]
+WeightsFile = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+\.safetensors$")]
+
+
+class LinearParams(Section):
+    """What every detector's file says that reads the residual stream through plain weights."""
+
+    layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=64)]
+    """Layers read, in the order of the weights; numbers as in transformers' ``hidden_states``: 0 the embedding."""
+    hidden_size: Annotated[int, Field(ge=1)]
+    weights: WeightsFile
+    """Name of a file in this file's folder: ``weight`` [layers x hidden_size] and ``bias`` [1], float32."""
+    weights_sha256: str
+    """Of that file, so that the thresholds here are never used with other weights."""
+    computed_in: Literal["guard", "engine"] = "guard"
+    """Who multiplies. ``guard``: the states leave the engine, and any engine with taps at the layers will do.
+    ``engine``: a number for each token leaves it; the engine must have been started with these weights."""
+
+
+@dataclass(frozen=True)
+class TokenLogits:
+    """``logits``: ``[positions, outputs]`` float64, in the order of the text. ``token_ids``: the tokens there."""
+
+    logits: Logits
+    positions: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearReader:
+    """One readout at ``positions``. weight: ``[outputs, layers, hidden_size]`` float32, bias: ``[outputs]``.
+
+    ``name`` begins the names of its captures.
+    """
+
+    layers: tuple[int, ...]
+    weight: FloatArray
+    bias: FloatArray
+    positions: Positions
+    in_engine: bool
+    name: str = "layer"
+
+    def plan(self, spans: Mapping[str, tuple[str, ...]] | None = None) -> CapturePlan:
+        if not self.in_engine:
+            captures = {
+                self._capture(layer): HiddenCapture(layer=layer, positions=self.positions) for layer in self.layers
+            }
+            return CapturePlan(hidden=captures, spans=spans or {})
+        probes = {
+            # The bias counts once, however many layers add up.
+            self._capture(layer): EngineProbe(
+                layer, self.weight[:, i], self.bias if i == 0 else np.zeros_like(self.bias), self.positions
+            )
+            for i, layer in enumerate(self.layers)
+        }
+        return CapturePlan(probes=probes, spans=spans or {})
+
+    def read(self, readouts: Mapping[str, Readout]) -> TokenLogits | Score:
+        """The logits of every token that was read; a ``Score`` that says why where there are none."""
+        total: TokenLogits | None = None
+        for i, layer in enumerate(self.layers):
+            one = self._read_layer(i, layer, readouts.get(self._capture(layer)))
+            if isinstance(one, Score):
+                return one
+            if total is not None and one.positions != total.positions:
+                return _missing(f"layer {layer} was read at other tokens than layer {self.layers[0]}")
+            total = one if total is None else TokenLogits(total.logits + one.logits, one.positions, one.token_ids)
+        assert total is not None, "there is at least one layer"
+        logits = total.logits + (0.0 if self.in_engine else self.bias.astype(np.float64))
+        if not np.isfinite(logits).all():
+            return _missing("hidden state is not finite")
+        return TokenLogits(logits, total.positions, total.token_ids)
+
+    def _read_layer(self, at: int, layer: int, readout: Readout | None) -> TokenLogits | Score:
+        if self.in_engine:
+            if not isinstance(readout, ProbeReadout):
+                return _missing(f"no logits of layer {layer} came back")
+            if readout.status != "complete":
+                return _missing(readout.reason or f"logits of layer {layer} {readout.status}")
+            logits = np.zeros((0, len(self.bias))) if readout.logits is None else readout.logits.astype(np.float64)
+            if logits.shape != (len(readout.positions), len(self.bias)):
+                return _missing(f"logits of layer {layer} have shape {list(logits.shape)}: another probe?")
+            return TokenLogits(logits, readout.positions, readout.token_ids)
+        states = _states(layer, readout)
+        if isinstance(states, Score):
+            return states
+        values, positions, token_ids = states
+        size = self.weight.shape[2]
+        if not positions:
+            # Of an answer of one token nothing is read: the last one is never fed to the model.
+            values = np.zeros((0, size), np.float32)
+        if values.shape != (len(positions), size):
+            return _missing(
+                f"hidden state of layer {layer} has shape {list(values.shape[1:])}, "
+                f"the weights were fitted on [{size}]: another model?"
+            )
+        return TokenLogits(values.astype(np.float64) @ self.weight[:, at].T.astype(np.float64), positions, token_ids)
+
+    def _capture(self, layer: int) -> str:
+        return f"{self.name}{layer}"
+
+
+def _states(layer: int, readout: Readout | None) -> tuple[FloatArray, tuple[int, ...], tuple[int, ...]] | Score:
+    """Vectors ``[positions, hidden_size]`` of one token or of several, and where they are."""
+    if not isinstance(readout, HiddenReadout | RowsReadout):
+        return _missing(f"no hidden state of layer {layer} came back")
+    if readout.status != "complete" or (isinstance(readout, HiddenReadout) and readout.values is None):
+        return _missing(readout.reason or f"hidden state of layer {layer} {readout.status}")
+    if isinstance(readout, RowsReadout):
+        values = np.zeros((0, 0), np.float32) if readout.values is None else readout.values
+        return values, readout.positions, readout.token_ids
+    assert readout.values is not None
+    token_ids = () if readout.token_id is None else (readout.token_id,)
+    return readout.values[None], (readout.position or 0,), token_ids
+
+
+def load_tensors(path: Path, sha256: str) -> dict[str, FloatArray]:
+    """The tensors of a weights file. Raises ``ModelConfigError`` unless it has this hash and only finite numbers."""
+    try:
+        raw = path.read_bytes()
+        tensors = load(raw)
+    except (OSError, SafetensorError) as error:
+        raise ModelConfigError(f"{path}: cannot be read as safetensors: {error}") from error
+    if (found := hashlib.sha256(raw).hexdigest()) != sha256:
+        raise ModelConfigError(
+            f"{path}: SHA-256 is {found}, the JSON beside it was written for {sha256}; "
+            "take both from the same calibration"
+        )
+    if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
+        raise ModelConfigError(f"{path}: weights are not finite")
+    return tensors
+
+
+def check_shapes(path: Path, tensors: Mapping[str, FloatArray], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise ``ModelConfigError`` unless each of ``shapes`` is there as it must be."""
+    if any(name not in tensors or tensors[name].shape != tuple(shape) for name, shape in shapes.items()):
+        wanted = " and ".join(f"{name!r} {list(shape)}" for name, shape in shapes.items())
+        found = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        raise ModelConfigError(f"{path}: must hold {wanted}, not {found}")
+
+
+def load_linear(folder: Path, params: LinearParams) -> tuple[FloatArray, FloatArray]:
+    """Weight ``[1, layers, hidden_size]`` and bias ``[1]``. Raises ``ModelConfigError``."""
+    path = folder / params.weights
+    tensors = load_tensors(path, params.weights_sha256)
+    layers, size = len(params.layers), params.hidden_size
+    check_shapes(path, tensors, {WEIGHT: (layers * size,), BIAS: (1,)})
+    return tensors[WEIGHT].reshape(1, layers, size).astype(np.float32), tensors[BIAS].astype(np.float32)
+
+
+def sigmoid(logits: npt.ArrayLike) -> Logits:
+    """The logistic function, without overflow at either end."""
+    return np.asarray(np.exp(-np.logaddexp(0.0, -np.asarray(logits, dtype=np.float64))))
+
+
+def _missing(reason: str) -> Score:
+    return Score("unavailable", reason=reason)
