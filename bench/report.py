@@ -203,7 +203,7 @@ def about_section(results: Mapping[str, Any]) -> list[str]:
     lines = [
         f"Run of {results['time']}, commit {results['commit']}, {results['wall_s']:.0f} s in all.",
         "",
-        f"- Card: {results['card']}; {results['cpus']} processors. {versions}.",
+        f"- Card: {results['card'].replace(chr(10), '; ')}; {results['cpus']} processors. {versions}.",
         f"- Command: `{' '.join(results['command'])}`",
     ]
     if results["options"]["quick"]:

@@ -363,7 +363,7 @@ GENERATED_ROWS = MiaSpec.model_validate({"hidden": {"h0": {"layer": 1, "position
 
 
 @settings(
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
