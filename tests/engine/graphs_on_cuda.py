@@ -14,3 +14,5 @@ from tests.engine import engines
 
 engines.ENVIRONMENT["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 engines.OVERRIDES.update(enforce_eager=False, async_scheduling=True)
+# The caches have their own size; this is what vLLM wants to be free when it starts, beside other engines.
+engines.OVERRIDES.update(gpu_memory_utilization=0.1)

@@ -80,8 +80,6 @@ def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:
     with engines.engine(folder, config) as llm:
         alone = run(llm)
     split = {**engines.DEFAULTS, "enforce_eager": True, "tensor_parallel_size": 2, **engines.OVERRIDES}
-    # Of each card, whose memory is not counted by what this process has left of it.
-    split |= {"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with patch.dict(os.environ, environment), MiaLLM(folder, config, **split) as llm:
         together = run(llm)
