@@ -100,22 +100,20 @@ class FakeEngine:
 
     def final_readouts(self) -> list[dict[str, Any]]:
         """Of the generated tokens, for a detector that is called drift; and of steering."""
+        told: list[Readouts] = []
         if steers := (self.specs[-1] or {}).get("steer"):
-            told = [(i, SteeringReport(opened_at=at)) for i, at in enumerate(self.gates_open_at)]
-            choices = [
-                Readouts({}, prompt_tokens=7, choice_index=i, stage="final", steering=(one,) * len(steers))
-                for i, one in told
-            ]
-            return [one.to_wire() for one in choices]
-        if not self.final_logits:
-            return []
-        logit = self.final_logits[min(len(self.bodies), len(self.final_logits)) - 1]
-        rows = RowsReadout("complete", 3, (7,), (1,), np.array([[logit]], np.float32))
-        return [Readouts({"drift.rows": rows}, prompt_tokens=7, stage="final").to_wire()]
+            for i, at in enumerate(self.gates_open_at):
+                reports = (SteeringReport(opened_at=at),) * len(steers)
+                told.append(Readouts({}, prompt_tokens=7, choice_index=i, stage="final", steering=reports))
+        if self.final_logits:
+            logit = self.final_logits[min(len(self.bodies), len(self.final_logits)) - 1]
+            rows = RowsReadout("complete", 3, (7,), (1,), np.array([[logit]], np.float32))
+            told.append(Readouts({"drift.rows": rows}, prompt_tokens=7, stage="final"))
+        return [one.to_wire() for one in told]
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if request.headers["x-request-id"].endswith("-pass"):
+        if request.headers.get("x-request-id", "").endswith("-pass"):
             return await self._second_pass(body)
         self.bodies.append(body)
         self.paths.append(request.path)
