@@ -21,6 +21,7 @@ from guard.help_texts import (
     PROXY_HELP,
     PULL_END,
     SERVE_HELP,
+    TAPS_END,
 )
 from guard.keys_cli import keys_app
 from guard.policy_cli import policy_app
@@ -274,7 +275,7 @@ def doctor(
     _exit(1 if has_failed(checks) else 0)
 
 
-@app.command()
+@app.command(epilog=TAPS_END)
 def taps(
     model: Annotated[str, typer.Option(help="Short name, folder, or owner/name.")],
     policy: Annotated[Path, typer.Option(help="Policy file, or a folder of policies.")],

@@ -53,6 +53,10 @@ DOCTOR_END = closing(
     "guard doctor",
     "guard doctor --model owner/name --policy policies --json",
 )
+TAPS_END = closing(
+    "0, or 1 when the model or the policy cannot be used",
+    "guard taps --model owner/name --policy policies --probes probes",
+)
 CALIBRATE_END = closing(
     "0 when all files are written, 1 when something is missing or a fit failed",
     "guard calibrate",
