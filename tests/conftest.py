@@ -17,6 +17,18 @@ from tests.servers import end, wait_ready
 DEFAULT_POLICY = Path(__file__).parent.parent / "policies" / "default.yaml"
 
 
+SHARED = ("running_pair", "server")
+"""Fixtures of a session that start an engine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For pytest-xdist: what shares an engine stays in one process, and everything else by its file."""
+    for item in items:
+        names: list[str] = getattr(item, "fixturenames", [])
+        group = next((name for name in SHARED if name in names), str(item.path))
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @dataclass(frozen=True)
 class RunningPair:
     """URLs without a trailing slash or path; the OpenAI client wants ``proxy_url + "/v1"``."""
