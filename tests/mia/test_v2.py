@@ -25,6 +25,7 @@ ARCHITECTURES = ("gemma2",)
 ALL = "MIA_ALL_RUNNERS"
 """Set, everything is run; else what says most. On a GPU ``make gpu`` runs it all, and in a tenth of the time."""
 LONG = [
+    ["tests/engine/test_idle.py", "-k", "eager"],
     # Of the three that share long prompts one: vLLM's kernels take the interpreter 40 s for each.
     ["tests/engine/test_steering.py", "-k", "not prefill-203 and not both-202"],
     # Triton's interpreter does not run vLLM's kernel for structured output.
@@ -62,7 +63,6 @@ def test_vllm_has_the_names_that_are_relied_on() -> None:
     [
         ["tests/engine/v2_cases.py"],
         ["tests/engine/test_exactness.py", "-k", "eager"],
-        ["tests/engine/test_idle.py", "-k", "eager"],
         *(LONG if os.environ.get(ALL) else []),
     ],
     ids=lambda selection: Path(selection[0].partition("::")[0]).stem,
