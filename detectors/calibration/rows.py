@@ -52,12 +52,16 @@ class Row:
     group: str
     split: Split
     label: Label
-    lang: str
-    text: str
-    messages: tuple[Message, ...]
+    lang: str = "en"
+    text: str = ""
+    messages: tuple[Message, ...] = ()
     hard: bool = False
     place: Place = "user"
     position: Position = ""
+
+    def with_attack(self, position: Position) -> Row:
+        """The same row with an attack at ``position``, under an id of its own; its text is still to be put in."""
+        return replace(self, id=f"{self.id}-{position}", label="attack", position=position)
 
 
 def default_rows(seed: int, names: Sequence[str] = INSTALLED, *, tool_role: bool = False) -> list[Row]:
@@ -68,7 +72,7 @@ def default_rows(seed: int, names: Sequence[str] = INSTALLED, *, tool_role: bool
     if unknown := sorted(set(names) - SETS.keys()):
         raise DataError(f"no data set {', '.join(unknown)}; there are: {', '.join(sorted(SETS))}")
     contents = {name: SETS[name].content() for name in names}
-    composer = _Composer(seed, own_frames(), tool_role)
+    composer = Composer(seed, own_frames(), tool_role)
     rows = composer.texts([text for content in contents.values() for text in content.texts])
     rows += [row for name, content in contents.items() for row in composer.documents(name, content)]
     if "spikee" in names:
@@ -86,7 +90,9 @@ def rows_hash(rows: Sequence[Row]) -> str:
 
 
 @dataclass(frozen=True)
-class _Composer:
+class Composer:
+    """Puts texts into conversations. What surrounds a text is drawn by a hash of the row's id, the same for both labels."""
+
     seed: int
     frames: Frames
     tool_role: bool
@@ -96,46 +102,48 @@ class _Composer:
         splits = assign_splits(groups, [f"{t.source}:{t.label}" for t in texts], self.seed)
         rows = []
         for text, group in zip(texts, groups, strict=True):
-            start = Row(text.id, text.source, group, splits[group], text.label, text.lang, "", (), text.hard)
+            start = Row(text.id, text.source, group, splits[group], text.label, text.lang, hard=text.hard)
             rows.append(self.brought(start, text.text) if text.pasted else self.said(start, text.text))
         return rows
 
     def documents(self, name: str, content: Content) -> Iterator[Row]:
-        """Documents as they are, and injections in documents: the set's own, or the project's where it has none."""
-        documents = _divided(content.documents or (own_documents() if content.injections else ()), self.seed)
-        injections = _divided(content.injections, self.seed)
+        """Documents as they are, and goals in templates in documents."""
+        documents, templates, goals = (
+            divided(seeds, self.seed) for seeds in (content.documents, content.templates, content.goals)
+        )
         for split in SPLITS:
-            for document in documents[split] if content.documents else ():
+            for document in documents[split]:
                 for i in range(content.rows_per_document):
-                    row = Row(f"{document.id}-{i}", name, document.family, split, "benign", "en", "", ())
-                    yield self.brought(row, document.text)
-            for injection in injections[split]:
-                for i in range(content.rows_per_injection):
-                    row = Row(f"{injection.id}-{i}", name, injection.family, split, "attack", "en", "", ())
-                    yield self.injected(row, injection.text, documents[split])
+                    yield self.brought(Row(f"{document.id}-{i}", name, document.family, split, "benign"), document.text)
+            for template in templates[split]:
+                for goal in goals[split]:
+                    attack = template.text.replace("{goal}", goal.text)
+                    for i in range(content.rows_per_injection):
+                        row = Row(f"{template.id}-{goal.id}-{i}", name, template.family, split, "attack")
+                        yield self.injected(row, attack, documents[split])
 
     def spikee(self) -> Iterator[Row]:
-        jailbreaks = _divided(spikee_jailbreaks(), self.seed)
-        instructions = _divided(spikee_instructions(), self.seed)
-        documents = _divided(own_documents(), self.seed)
+        jailbreaks = divided(spikee_jailbreaks(), self.seed)
+        instructions = divided(spikee_instructions(), self.seed)
+        documents = divided(own_documents(), self.seed)
         for split in SPLITS:
             for jailbreak in jailbreaks[split]:
                 for i in range(ATTACKS_PER_JAILBREAK):
                     row_id = f"spikee-{jailbreak.id}-{i}"
                     (instruction,) = pick(instructions[split], 1, f"{self.seed}|i|{row_id}")
                     attack = jailbreak.text.replace("<INSTRUCTION>", instruction.text)
-                    row = Row(row_id, "spikee", jailbreak.family, split, "attack", "en", "", ())
+                    row = Row(row_id, "spikee", jailbreak.family, split, "attack")
                     # A bare instruction is an attack only where nobody has asked for it: in a document.
                     inside = i % 2 == 1 or jailbreak.family == "no-jailbreak"
                     yield self.injected(row, attack, documents[split]) if inside else self.said(row, attack)
 
     def quotations(self) -> Iterator[Row]:
-        frames, phrases = (_divided(seeds, self.seed) for seeds in own_quotations())
+        frames, phrases = (divided(seeds, self.seed) for seeds in own_quotations())
         for split in SPLITS:
             for frame in frames[split]:
                 for phrase in phrases[split]:
                     row_id = f"{frame.id}-{phrase.id}"
-                    row = Row(row_id, "own", frame.family, split, "benign", "en", "", (), hard=True)
+                    row = Row(row_id, "own", frame.family, split, "benign", hard=True)
                     yield self.said(row, frame.text.replace("{phrase}", phrase.text))
 
     def injected(self, row: Row, attack: str, documents: Sequence[Seed]) -> Row:
@@ -145,7 +153,11 @@ class _Composer:
 
     def brought(self, row: Row, text: str) -> Row:
         """``text`` from a tool or pasted by the user."""
-        if self.tool_role and _number(f"tool|{row.id}") % 2:
+        place: Place = "tool" if self.tool_role and _number(f"tool|{row.id}") % 2 else "document"
+        return self.brought_by(place, row, text)
+
+    def brought_by(self, place: Place, row: Row, text: str) -> Row:
+        if place == "tool":
             ((task, answer),) = pick(self.frames.tool_tasks, 1, f"{self.seed}|tool|{row.id}")
             turns = ({"role": "user", "content": task}, {"role": "assistant", "content": answer})
             messages = (*self.opening(row.id), *turns, {"role": "tool", "content": text})
@@ -174,7 +186,8 @@ def insert(document: str, attack: str, position: Position) -> str:
     return "\n".join(part for part in (before, attack, after) if part)
 
 
-def _divided(seeds: Sequence[Seed], seed: int) -> dict[Split, list[Seed]]:
+def divided(seeds: Sequence[Seed], seed: int) -> dict[Split, list[Seed]]:
+    """Building blocks by split, near-duplicates together."""
     divided: dict[Split, list[Seed]] = {"train": [], "validation": [], "held_out": []}
     if not seeds:
         return divided

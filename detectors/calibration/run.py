@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from detectors.attention_tracker import AttentionTrackerConfig
 from detectors.attention_tracker import Params as TrackerParams
 from detectors.calibration.baseline import baseline_scores, fit_baseline
-from detectors.calibration.features import Features, read_features
+from detectors.calibration.features import Features
 from detectors.calibration.fit_probe import TrainingRows, fit_probe
 from detectors.calibration.fit_tracker import fit_tracker, tracker_scores
 from detectors.calibration.metrics import Labels, Scores, quality, thresholds
@@ -56,10 +56,7 @@ class _Data:
 
     def part(self, split: str) -> _Data:
         index = np.flatnonzero([row.split == split for row in self.rows])
-        features = Features(
-            self.features.layers, self.features.heads, self.features.hidden[index], self.features.mass[index]
-        )
-        return _Data([self.rows[i] for i in index], features, self.labels[index])
+        return _Data([self.rows[i] for i in index], self.features.part(index), self.labels[index])
 
     @property
     def texts(self) -> list[str]:
@@ -68,17 +65,6 @@ class _Data:
     @property
     def groups(self) -> list[str]:
         return [row.group for row in self.rows]
-
-
-def calibrate_detectors(
-    job: Job,
-    rows: Sequence[Row],
-    say: Callable[[str], None] = lambda _: None,
-    progress: Callable[[int], None] | None = None,
-) -> Result:
-    say(f"reading {len(rows)} conversations with the model")
-    features = read_features(job.model, rows, progress)
-    return fit_detectors(job, rows, features, say)
 
 
 def fit_detectors(
@@ -119,11 +105,14 @@ def fit_detectors(
         )
         configs["probe"] = ProbeConfig(
             model_info=_model_info(job),
-            params=ProbeParams(
-                layers=probe.layers,
-                hidden_size=features.hidden.shape[-1],
-                weights=f"{job.config_key}.safetensors",
-                weights_sha256=hashlib.sha256(weights).hexdigest(),
+            params=ProbeParams.model_validate(
+                {
+                    "layers": probe.layers,
+                    "hidden_size": features.hidden.shape[-1],
+                    "weights": f"{job.config_key}.safetensors",
+                    "weights_sha256": hashlib.sha256(weights).hexdigest(),
+                    **({"pooling": probe.choice.pooling} if probe.choice.pooling != "last_token" else {}),
+                }
             ),
             calibration=_calibration(
                 job, "logistic regression", rows, probe.choices, baseline, scores, validation, held_out

@@ -21,8 +21,6 @@ Label = Literal["benign", "attack"]
 SPIKEE_SETS = ("seeds-cybersec-2026-01", "seeds-sysmsg-extraction-2025-04", "seeds-llm-mailbox")
 SPIKEE_BENIGN = "seeds-investment-advice-fp"
 
-LICENCES = {"bastioncorpus": "MIT", "spikee": "Apache-2.0", "own": "Apache-2.0"}
-
 
 class DataError(RuntimeError):
     """A data set that cannot be read; the message says which and what to do."""

@@ -29,6 +29,9 @@ DOCUMENT_LANGUAGES = {
 }  # fmt: skip
 DOCUMENTS_PER_LANGUAGE, DOCUMENTS_PER_ENGLISH_FILE, DOCUMENTS_PER_CODE_FILE = 3, 12, 2
 
+LONG_DOCUMENTS = ("jobs", "religion")
+"""English files kept apart: long documents for the evaluation of positions are cut from them."""
+
 
 def ifbench() -> Content:
     rows = list(read_jsonl(IFBENCH, "ifbench/data/IFBench_test.jsonl"))
@@ -92,6 +95,8 @@ def documents() -> Content:
             texts.append(Text(name, DOCUMENTS, f"doc:{name}", "benign", lang, passage, pasted=True))
     for member in members(DOCUMENTS, "dataset_build/data/eng/", ".txt"):
         stem = member.rsplit("/", 1)[-1].removesuffix(".txt")
+        if stem in LONG_DOCUMENTS:
+            continue
         for i, passage in enumerate(_passages(member, DOCUMENTS_PER_ENGLISH_FILE)):
             seeds.append(Seed(f"doc-en-{stem}-{i:02}", f"doc:en-{stem}-{i:02}", passage))
     for member in members(DOCUMENTS, "dataset_build/data/coding/", ".txt"):
@@ -100,6 +105,13 @@ def documents() -> Content:
             texts.append(Text(f"doc-code-{stem}-{i}", DOCUMENTS, f"doc:code-{stem}", "benign", "code", passage, True))
     unique = {text.id: text for text in texts}
     return Content(tuple(unique.values()), tuple(seeds), rows_per_document=2)
+
+
+def long_document(number: int, characters: int) -> str:
+    """A stretch of one of the files that are kept apart, of about so many characters."""
+    text = read_text(DOCUMENTS, f"dataset_build/data/eng/{LONG_DOCUMENTS[number % len(LONG_DOCUMENTS)]}.txt")
+    start = text.find("\n", 1000 + 9000 * (number // len(LONG_DOCUMENTS))) + 1
+    return shortened(text[start:].lstrip(), characters)
 
 
 def _passages(prefix: str, count: int) -> list[str]:

@@ -14,12 +14,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Content:
-    """``documents`` and ``injections`` are composed inside their split; with no ``documents`` of its own, a set's
-    injections go into the project's."""
+    """``documents``, and ``goals`` in ``templates`` (with the placeholder ``{goal}``), are composed inside their split:
+    none of the three crosses splits."""
 
     texts: tuple[Text, ...] = ()
     documents: tuple[Seed, ...] = ()
-    injections: tuple[Seed, ...] = ()
+    templates: tuple[Seed, ...] = ()
+    goals: tuple[Seed, ...] = ()
     rows_per_document: int = 1
     rows_per_injection: int = 1
 
