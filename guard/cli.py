@@ -12,6 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from detectors.calibration.cli import calibrate
+from detectors.calibration.data_cli import data_app
+from detectors.calibration.eval_cli import evaluate
 from guard.help_texts import EXIT_HELP, PROXY_HELP, SERVE_HELP
 from guard.keys_cli import keys_app
 from guard.policy_cli import policy_app
@@ -27,7 +29,9 @@ model_app = typer.Typer(help="Models by short name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(policy_app, name="policy")
 app.add_typer(keys_app, name="keys")
+app.add_typer(data_app, name="data")
 app.command()(calibrate)
+app.command("eval")(evaluate)
 
 VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 

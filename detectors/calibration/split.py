@@ -31,7 +31,9 @@ def merge_near_duplicates(texts: Sequence[str], families: Sequence[str]) -> list
             name = parent[name]
         return name
 
-    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True).fit_transform([text[:COMPARED_CHARACTERS] for text in texts])
+    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True).fit_transform(
+        [text[:COMPARED_CHARACTERS] for text in texts]
+    )
     similar = (vectors @ vectors.T).tocoo()
     for i, j, value in zip(similar.row, similar.col, similar.data, strict=True):
         if i < j and value >= NEAR_DUPLICATE:

@@ -34,7 +34,9 @@ def _benign(kind: str, number: int, text: str, lang: str = "en") -> Text:
 
 def _writing_briefs() -> list[Text]:
     briefs = [row["query"] for row in read_jsonl(NAME, f"{ROOT}/writingbench/benchmark_all.jsonl")]
-    short = [text for text in briefs if 40 <= len(text) <= (LONGEST_CHINESE if CJK.search(text) else LONGEST_CHARACTERS)]
+    short = [
+        text for text in briefs if 40 <= len(text) <= (LONGEST_CHINESE if CJK.search(text) else LONGEST_CHARACTERS)
+    ]
     return [
         _benign("writing", i, text, "zh" if CJK.search(text) else "en")
         for i, text in enumerate(pick(short, WRITING_BRIEFS, "writing"))
@@ -51,7 +53,9 @@ def _questions() -> list[Text]:
 
 
 def _tasks() -> list[Text]:
-    web = sorted({r["confirmed_task"] for r in read_json(NAME, f"{ROOT}/mind2web_sc/data/seeact/sample_labeled_all.json")})
+    web = sorted(
+        {r["confirmed_task"] for r in read_json(NAME, f"{ROOT}/mind2web_sc/data/seeact/sample_labeled_all.json")}
+    )
     shell = [row["description"] for row in read_json(NAME, f"{ROOT}/agent_bench/data/agent_bench_os_test.json")]
     return [
         *(_benign("web", i, text) for i, text in enumerate(pick(web, WEB_TASKS, "web"))),

@@ -21,7 +21,9 @@ JINJA_RAW = re.compile(r"\{%\s*(?:end)?raw\s*%\}")
 
 
 def content() -> Content:
-    harmful = [seed["value"] for seed in read_yaml(NAME, "pyrit/datasets/seed_datasets/local/adv_bench.prompt")["seeds"]]
+    harmful = [
+        seed["value"] for seed in read_yaml(NAME, "pyrit/datasets/seed_datasets/local/adv_bench.prompt")["seeds"]
+    ]
     harmless = [prompt.text for prompt in own_prompts() if prompt.family.startswith("own:question")]
     texts = []
     for number, member in enumerate(members(NAME, TEMPLATES, ".yaml")):
