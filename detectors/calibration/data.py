@@ -62,9 +62,9 @@ def load_rows(
     counts = Counter((row.split, row.label) for row in rows)
     for split in ("train", "validation", "held_out"):
         for label in ("benign", "attack"):
-            if counts[split, label] < LEAST_PER_LABEL:  # type: ignore[index]
+            if counts[split, label] < LEAST_PER_LABEL:
                 raise DataError(
-                    f"{counts[split, label]} {label} rows for {split}, at least {LEAST_PER_LABEL} are needed; "  # type: ignore[index]
+                    f"{counts[split, label]} {label} rows for {split}, at least {LEAST_PER_LABEL} are needed; "
                     "give more --data, or rows of more different groups"
                 )
     return rows

@@ -80,7 +80,6 @@ def _reports(
 ) -> dict[str, DetectorReport]:
     import numpy as np
 
-    from detectors.base import Detector
     from detectors.calibration.baseline import baseline_scores, fit_baseline
     from detectors.calibration.evaluation import Rated, report_of
     from detectors.calibration.fit_probe import Choice
@@ -107,7 +106,6 @@ def _reports(
         left_out = leave_one_out([rows[i] for i in plain], features.part(plain), choice, seed, reporter.say)
     reports = {}
     for kind, detector in built.items():
-        assert isinstance(detector, Detector) or hasattr(detector, "plan")
         reporter.say(f"scoring with {kind}")
         rated = Rated(held_out, scores_of(detector, features.part(where["held_out"])), tokens)
         reports[kind] = report_of(rated, detector.thresholds, seed, left_out.get(kind))

@@ -25,6 +25,7 @@ from detectors.calibration.metrics import (
 )
 from detectors.calibration.rows import Row
 from detectors.model_config import Interval
+from guard.mia.results import FloatArray
 
 LEAST_ROWS = 10
 """Rows of either label, below which a slice is not measured."""
@@ -104,7 +105,7 @@ class Rated:
 
     rows: Sequence[Row]
     scores: Scores
-    tokens: npt.NDArray[np.float64]
+    tokens: FloatArray
 
     @property
     def labels(self) -> Labels:

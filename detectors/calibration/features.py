@@ -160,7 +160,7 @@ def mean_of(reading: Reading) -> FloatArray:
     if reading.windows.size == 0:
         return np.zeros((0, reading.windows.shape[-1]), np.float32)
     shares = reading.window_tokens / reading.window_tokens.sum()
-    return np.einsum("w,wlh->lh", shares, reading.windows)
+    return np.asarray(np.einsum("w,wlh->lh", shares, reading.windows), np.float32)
 
 
 def reading_of(row: Row, readouts: Readouts, plan: Plan) -> Reading:

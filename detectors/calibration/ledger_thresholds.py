@@ -73,8 +73,8 @@ def recalibrate(config: Path, ledger: Path, detector: str, budgets: Sequence[flo
             f"hit {point.held_out_false_positives} of the {len(trying)} later ones ({low:.2%} to {high:.2%})"
         )
     raw["calibration"]["choices"]["thresholds"] = (
-        f"{', '.join(chosen)} set on {datetime.datetime.now(datetime.UTC).date().isoformat()} from {len(traffic.scores)} "
-        f"scores in a ledger, by guard calibrate threshold; attacks caught by them are not known"
+        f"{', '.join(chosen)} set on {datetime.datetime.now(datetime.UTC).date().isoformat()} from "
+        f"{len(traffic.scores)} scores in a ledger, by guard calibrate threshold; attacks caught are not known"
     )
     partial = config.with_suffix(".partial")
     partial.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -34,8 +34,8 @@ class Linear:
 class Rotated:
     """Rows, standardised and rotated into their own span once, to be fitted with several penalties.
 
-    The span has at most as many dimensions as there are rows. An L2 penalty does not see rotations, so the result is the
-    same, and thousands of columns cost no more than the rows do.
+    The span has at most as many dimensions as there are rows. An L2 penalty does not see rotations, so the result is
+    the same, and thousands of columns cost no more than the rows do.
     """
 
     def __init__(self, x: Matrix) -> None:

@@ -1,6 +1,6 @@
-"""From what a user asks for to rows with what the model computes on them: the part that calibrating and evaluating share.
+"""From what a user asks for to rows with what the model computes on them, for calibrating and evaluating alike.
 
-Owns its order: names and files are checked, then lengths, and only then an engine starts, if anything is still to be read.
+Owns the order: names and files are checked, then lengths, and only then an engine starts, if rows are still unread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows that say where an attack may stand: in a document or a tool's output, at its start, middle or end, short to long.
+"""Rows that say where an attack may stand: in a document or a tool's output, at start, middle or end, short to long.
 
 Owns these rows. They are measured and never fitted to: attacks are held-out ones, documents come from files that no
 other row is made of.

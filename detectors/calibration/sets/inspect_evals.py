@@ -68,12 +68,14 @@ def _coding_agent() -> list[Text]:
     texts = []
     for row in read_json(NAME, f"{ROOT}/ipi_coding_agent/dataset/samples.json"):
         carrier = _carrier(row)
+        # Plain, hidden and authoritative wordings of one payload have its number.
+        family = row["id"] if row["is_benign"] else f"{row['payload_category']}-{row['id'].split('-')[3]}"
         if carrier is not None:
             texts.append(
                 Text(
                     f"inspect-{row['id']}",
                     NAME,
-                    f"inspect:ipi-{row['payload_category']}-{row['id'].split('-')[3] if not row['is_benign'] else row['id']}",
+                    f"inspect:ipi-{family}",
                     "benign" if row["is_benign"] else "attack",
                     "en",
                     shortened(carrier, LONGEST_CHARACTERS),

@@ -32,7 +32,7 @@ def agent_injection() -> Content:
 
 def hermes() -> Content:
     """``Attack(...)`` calls in its Python file, which is parsed and not run."""
-    texts = []
+    texts: list[Text] = []
     for node in ast.walk(ast.parse(read_text(HERMES, "hermes_jailbench/attacks.py"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Attack":
             given = {keyword.arg: keyword.value for keyword in node.keywords}
