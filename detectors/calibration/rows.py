@@ -91,7 +91,7 @@ def rows_hash(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Composer:
-    """Puts texts into conversations. What surrounds a text is drawn by a hash of its row's id, for both labels alike."""
+    """Puts texts into conversations. What surrounds a text is drawn by a hash of its row's id, for both labels."""
 
     seed: int
     frames: Frames
