@@ -1,7 +1,7 @@
 """What the model computes on claims: the residual stream of the answer's last token, and its mean over the answer.
 
-Owns what is read of a claim. A claim's answer stands as the assistant's last message; the state of its last token is the
-one that the engine has when it has generated that token itself.
+Owns what is read of a claim. A claim's answer stands as the assistant's last message; the state of its last token is
+the one that the engine has when it has generated that token itself.
 """
 
 from __future__ import annotations

