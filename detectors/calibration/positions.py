@@ -15,7 +15,7 @@ from detectors.calibration.sets.content import pick
 from detectors.calibration.sources import own_frames, spikee_instructions, spikee_jailbreaks
 
 SOURCE = "positions"
-CASES = ((1200, 6), (5000, 2), (12_500, 1))
+CASES = ((1200, 6), (5000, 2))
 """Characters of the document (about 300, 1,200 and 3,000 tokens), and how many documents, each with its attack."""
 PLACES: tuple[Place, ...] = ("document", "tool")
 

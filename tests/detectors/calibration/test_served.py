@@ -1,4 +1,4 @@
-"""What is measured is what is served: scores through the proxy, over HTTP from the engine, and from transformers agree."""
+"""What is measured is what is served: scores of the proxy, of the engine over HTTP, and of transformers agree."""
 
 from __future__ import annotations
 
