@@ -17,7 +17,7 @@ import typer
 if TYPE_CHECKING:
     from detectors.calibration.material import Request
 
-DEFAULT_ROWS = 1600
+DEFAULT_ROWS = 1500
 """Enough benign validation rows for a budget of 1 %, and minutes on a CPU for a small model."""
 
 
@@ -28,6 +28,13 @@ class Kind(enum.StrEnum):
     probe = "probe"
     steering = "steering"
     threshold = "threshold"
+
+
+class Pooling(enum.StrEnum):
+    """At which tokens the probe reads."""
+
+    last_token = "last_token"  # noqa: S105
+    mean = "mean"
 
 
 Kinds = Annotated[
@@ -59,6 +66,13 @@ def calibrate(
     data: Data = None,
     rows: Rows = DEFAULT_ROWS,
     out: Annotated[Path, typer.Option(help="Folder that gets KIND/MODEL.json.")] = Path("model_configs"),
+    pooling: Annotated[
+        Pooling,
+        typer.Option(
+            help="At which tokens the probe reads: the prompt's last, or the mean over the data, for which the engine "
+            "computes the whole prompt, prefix cache or not."
+        ),
+    ] = Pooling.last_token,
     seed: Seed = 0,
     url: Url = None,
     api_key: ApiKey = None,
@@ -81,11 +95,14 @@ def calibrate(
             return
         names = tuple(data or ["all"])
         options = [*kinds_and(names, rows), "--model", model, "--seed", str(seed)]
+        if pooling is not Pooling.last_token:
+            options += ["--pooling", pooling.value]
         folder, key = model_folder(model)
         from detectors.calibration.material import Request
 
         request = Request(folder, names, seed, rows or None, url=url, api_key=api_key)
-        _calibrate(chosen, model, key, request, out, shlex.join(["guard", "calibrate", *chosen, *options]))
+        command = shlex.join(["guard", "calibrate", *chosen, *options])
+        _calibrate(chosen, model, key, request, out, pooling, command)
 
 
 def kinds_and(names: tuple[str, ...], rows: int) -> list[str]:
@@ -93,13 +110,15 @@ def kinds_and(names: tuple[str, ...], rows: int) -> list[str]:
     return [*(word for name in names for word in ("--data", name)), "--rows", str(rows)]
 
 
-def _calibrate(kinds: tuple[str, ...], model: str, key: str, request: Request, out: Path, command: str) -> None:
+def _calibrate(
+    kinds: tuple[str, ...], model: str, key: str, request: Request, out: Path, pooling: Pooling, command: str
+) -> None:
     from detectors.calibration.material import gather
     from detectors.calibration.progress import Reporter
     from detectors.calibration.run import Job, fit_detectors, write
     from detectors.calibration.steering import calibrate_steering
 
-    job = Job(request.model, key, model, kinds, request.seed, command)
+    job = Job(request.model, key, model, kinds, request.seed, command, pooling.value)
     with Reporter() as reporter:
         if detectors := tuple(kind for kind in kinds if kind != Kind.steering.value):
             material = gather(request, reporter.say, reporter.total, reporter.advance_to)

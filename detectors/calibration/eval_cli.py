@@ -80,7 +80,7 @@ def _reports(
 ) -> dict[str, DetectorReport]:
     import numpy as np
 
-    from detectors.calibration.baseline import baseline_scores, fit_baseline
+    from detectors.calibration.baseline import baseline_scores, fit_baseline, unseen_scores
     from detectors.calibration.evaluation import Rated, report_of
     from detectors.calibration.fit_probe import Choice
     from detectors.calibration.leave_one_out import BASELINE, leave_one_out
@@ -113,12 +113,12 @@ def _reports(
     labels = np.array([row.label == "attack" for row in rows], dtype=np.int64)
     texts = {split: [rows[i].text for i in index] for split, index in where.items()}
     fitted = fit_baseline(texts["train"], labels[where["train"]], texts["validation"], labels[where["validation"]])
-    scores = {split: baseline_scores(fitted, texts[split]) for split in ("validation", "held_out")}
-    points = thresholds(
-        (scores["validation"], labels[where["validation"]]), (scores["held_out"], labels[where["held_out"]])
-    )
+    both = np.concatenate([where["train"], where["validation"]])
+    unseen = unseen_scores(fitted, [rows[i].text for i in both], labels[both], [rows[i].group for i in both], seed)
+    scores = baseline_scores(fitted, texts["held_out"])
+    points = thresholds((unseen, labels[both]), (scores, labels[where["held_out"]]))
     values = {name: point.value for name, point in points.items()}
-    reports[BASELINE] = report_of(Rated(held_out, scores["held_out"], tokens), values, seed, left_out.get(BASELINE))
+    reports[BASELINE] = report_of(Rated(held_out, scores, tokens), values, seed, left_out.get(BASELINE))
     return reports
 
 

@@ -1,7 +1,9 @@
-"""Chooses the probe's layers, tokens and regularisation, fits it on training rows and calibrates it.
+"""Chooses the probe's layers and regularisation, fits it and calibrates it.
 
 The choice is made on validation rows, not by cross-validation among training rows: attacks come in few families, folds
-of the same families prefer late single layers that then do worse on families never seen.
+of the same families prefer late single layers that then do worse on families never seen. What was chosen is then fitted
+to training and validation rows together; probabilities and thresholds come from folds of these, each row being scored
+by a fit that saw nothing of its group.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from detectors.probe import sigmoid
 Pooling = Literal["last_token", "mean"]
 
 REGULARISATIONS = (1e-4, 1e-3, 1e-2, 1e-1)
-MOST_LAYERS = 6
+SET_SIZES = (2, 3, 4, 5, 6, 8, 10, 15, 30)
 
 
 @dataclass(frozen=True)
-class TrainingRows:
+class LabelledRows:
     features: Features
     labels: Labels
     groups: Sequence[str]
@@ -69,8 +71,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FittedProbe:
+    """``unseen``: a logit of each training row, then of each validation row, by a fit that saw nothing of its group."""
+
     choice: Choice
     linear: Linear
+    unseen: Scores
     choices: dict[str, str]
 
     @property
@@ -82,56 +87,55 @@ class FittedProbe:
 
 
 def fit_probe(
-    train: TrainingRows,
-    validation: Features,
-    labels: Labels,
+    train: LabelledRows,
+    validation: LabelledRows,
     seed: int,
+    pooling: Pooling = "last_token",
     choices: Sequence[Choice] | None = None,
 ) -> FittedProbe:
     """The best candidate on validation rows; of equals the one that reads fewer layers. ``choices``: these alone."""
     tried = [
         candidate
-        for choice in choices or tuple(candidates(train.features))
-        for candidate in _tried(train, validation, labels, choice)
+        for choice in choices or tuple(candidates(train.features, pooling))
+        for candidate in _tried(train, validation, choice)
     ]
     best = max(tried, key=lambda c: c.merit)
-    by_kind = {
-        "best single layer": [c for c in tried if len(c.choice.layers) == 1],
-        "best of the other tokens": [c for c in tried if c.choice.pooling != best.choice.pooling],
-    }
-    others = "; ".join(f"{name}: {max(some, key=lambda c: c.merit)}" for name, some in by_kind.items() if some)
-    x = best.choice.columns(train.features)
-    unseen = out_of_fold_logits(x, train.labels, train.groups, best.regularisation, seed)
-    linear = calibrate(Rotated(x).fit(train.labels, best.regularisation), unseen, train.labels)
-    probabilities = sigmoid(linear.logits(best.choice.columns(validation)))
+    single = [c for c in tried if len(c.choice.layers) == 1]
+    other = f"; best single layer: {max(single, key=lambda c: c.merit)}" if single else ""
+    x = np.concatenate([best.choice.columns(part.features) for part in (train, validation)])
+    labels = np.concatenate([train.labels, validation.labels])
+    groups = [*train.groups, *validation.groups]
+    unseen = out_of_fold_logits(x, labels, groups, best.regularisation, seed)
+    scaled = calibrate(Rotated(x).fit(labels, best.regularisation), unseen, labels)
     return FittedProbe(
         best.choice,
-        linear,
+        scaled.linear,
+        scaled.scores(unseen),
         {
-            "layers, tokens and regularisation": f"on validation rows: {best}" + (f"; {others}" if others else ""),
-            "calibration": "Platt scaling on out-of-fold logits of training rows, equal class sizes; "
-            f"Brier score on validation rows {brier_score_loss(labels, probabilities):.3f}",
+            "layers and regularisation": f"fitted to training rows, on validation rows: {best}{other}",
+            "weights": "training and validation rows together",
+            "calibration": "Platt scaling on out-of-fold logits of these rows, equal class sizes; Brier score of them "
+            f"{brier_score_loss(labels, sigmoid(scaled.scores(unseen))):.3f}",
+            "thresholds": "on out-of-fold scores of the benign ones among these rows",
         },
     )
 
 
-def candidates(features: Features) -> Iterator[Choice]:
-    """Of each kind of tokens every single layer, then sets of 2 to 6 evenly spaced ones that end with the last."""
-    kinds: tuple[tuple[Pooling, tuple[int, ...]], ...] = (
-        ("last_token", features.layers),
-        ("mean", features.mean_layers),
-    )
-    for pooling, layers in kinds:
-        spaced = [
-            tuple(dict.fromkeys(layers[round(len(layers) * i / count) - 1] for i in range(1, count + 1)))
-            for count in range(2, min(MOST_LAYERS, len(layers)) + 1)
-        ]
-        for chosen in dict.fromkeys([*((layer,) for layer in layers), *spaced]):
-            yield Choice(pooling, chosen)
+def candidates(features: Features, pooling: Pooling) -> Iterator[Choice]:
+    """Every single layer, then evenly spaced sets that end with the last."""
+    layers = features.mean_layers if pooling == "mean" else features.layers
+    spaced = [
+        tuple(dict.fromkeys(layers[round(len(layers) * i / count) - 1] for i in range(1, count + 1)))
+        for count in SET_SIZES
+        if count <= len(layers)
+    ]
+    for chosen in dict.fromkeys([*((layer,) for layer in layers), *spaced]):
+        yield Choice(pooling, chosen)
 
 
-def _tried(train: TrainingRows, validation: Features, labels: Labels, choice: Choice) -> Iterator[Candidate]:
-    rotated, x = Rotated(choice.columns(train.features)), choice.columns(validation)
+def _tried(train: LabelledRows, validation: LabelledRows, choice: Choice) -> Iterator[Candidate]:
+    rotated, x = Rotated(choice.columns(train.features)), choice.columns(validation.features)
     for regularisation in REGULARISATIONS:
         logits = rotated.fit(train.labels, regularisation).logits(x)
-        yield Candidate(choice, regularisation, auroc(logits, labels), tpr_at_fpr(logits, labels, 0.01))
+        found = auroc(logits, validation.labels), tpr_at_fpr(logits, validation.labels, 0.01)
+        yield Candidate(choice, regularisation, *found)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from detectors.calibration.baseline import baseline_scores, fit_baseline
 from detectors.calibration.evaluation import LEAST_ROWS, SLICE_ROUNDS, Measured, measured
 from detectors.calibration.features import Features
-from detectors.calibration.fit_probe import Choice, TrainingRows, fit_probe
+from detectors.calibration.fit_probe import Choice, LabelledRows, fit_probe
 from detectors.calibration.metrics import Labels, Scores
 from detectors.calibration.rows import Row
 
@@ -79,8 +79,11 @@ def _probe(
     choice: Choice,
     seed: int,
 ) -> Scores:
-    training = TrainingRows(features.part(train), labels[train], [rows[i].group for i in train])
-    fitted = fit_probe(training, features.part(validation), labels[validation], seed, choices=(choice,))
+    seen, checked = (
+        LabelledRows(features.part(index), labels[index], [rows[i].group for i in index])
+        for index in (train, validation)
+    )
+    fitted = fit_probe(seen, checked, seed, choices=(choice,))
     return fitted.logits(features.part(test))
 
 

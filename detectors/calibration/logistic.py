@@ -76,11 +76,23 @@ def out_of_fold_logits(x: Matrix, labels: Labels, groups: Sequence[str], regular
     return logits
 
 
-def calibrate(model: Linear, logits: Scores, labels: Labels) -> Linear:
-    """Platt scaling, folded in: a slope and an offset that make sigmoid(logit) a probability at equal class sizes.
+@dataclass(frozen=True)
+class Scaled:
+    """``linear`` has slope and offset folded in; ``scores`` puts other logits of the model before scaling onto it."""
+
+    linear: Linear
+    slope: float
+    offset: float
+
+    def scores(self, logits: Scores) -> Scores:
+        return np.asarray(logits * self.slope + self.offset)
+
+
+def calibrate(model: Linear, logits: Scores, labels: Labels) -> Scaled:
+    """Platt scaling: a slope and an offset that make sigmoid(logit) a probability at equal class sizes.
 
     ``logits`` are out of fold: on its own training rows a model is far too sure of itself.
     """
     platt = LogisticRegression(C=np.inf, class_weight="balanced").fit(logits[:, None], labels)
     slope, offset = float(platt.coef_[0, 0]), float(platt.intercept_[0])
-    return Linear(model.weight * slope, model.bias * slope + offset)
+    return Scaled(Linear(model.weight * slope, model.bias * slope + offset), slope, offset)
