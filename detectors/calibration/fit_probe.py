@@ -1,9 +1,8 @@
 """Chooses the probe's layers and regularisation, fits it and calibrates it.
 
-The choice is made on validation rows, not by cross-validation among training rows: attacks come in few families, folds
-of the same families prefer late single layers that then do worse on families never seen. What was chosen is then fitted
-to training and validation rows together; probabilities and thresholds come from folds of these, each row being scored
-by a fit that saw nothing of its group.
+Validation rows make a shortlist of what was fitted to training rows; out-of-fold scores of both together decide among it,
+since validation rows alone are few enough for luck to decide. What was chosen is then fitted to both. Probabilities and
+thresholds come from the same out-of-fold scores: each row's is by a fit that saw nothing of its group.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from detectors.probe import sigmoid
 Pooling = Literal["last_token", "mean"]
 
 REGULARISATIONS = (1e-4, 1e-3, 1e-2, 1e-1)
-SET_SIZES = (2, 3, 4, 5, 6, 8, 10, 15, 30)
+SET_SIZES = (2, 3, 4, 5, 6, 8, 10, 15)
+SHORTLIST = 6
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Candidate:
     regularisation: float
     auroc: float
     caught: float
-    """Of attacks on validation rows, at 1 % false positives."""
+    """Of the attacks, at 1 % false positives."""
 
     @property
     def merit(self) -> float:
@@ -93,26 +93,30 @@ def fit_probe(
     pooling: Pooling = "last_token",
     choices: Sequence[Choice] | None = None,
 ) -> FittedProbe:
-    """The best candidate on validation rows; of equals the one that reads fewer layers. ``choices``: these alone."""
+    """The best candidate; of equals the one that reads fewer layers. ``choices``: among these alone."""
     tried = [
         candidate
         for choice in choices or tuple(candidates(train.features, pooling))
         for candidate in _tried(train, validation, choice)
     ]
-    best = max(tried, key=lambda c: c.merit)
-    single = [c for c in tried if len(c.choice.layers) == 1]
-    other = f"; best single layer: {max(single, key=lambda c: c.merit)}" if single else ""
-    x = np.concatenate([best.choice.columns(part.features) for part in (train, validation)])
     labels = np.concatenate([train.labels, validation.labels])
     groups = [*train.groups, *validation.groups]
-    unseen = out_of_fold_logits(x, labels, groups, best.regularisation, seed)
+    shortlist = []
+    for one in sorted(tried, key=lambda c: -c.merit)[:SHORTLIST]:
+        x = np.concatenate([one.choice.columns(part.features) for part in (train, validation)])
+        unseen = out_of_fold_logits(x, labels, groups, one.regularisation, seed)
+        found = auroc(unseen, labels), tpr_at_fpr(unseen, labels, 0.01)
+        shortlist.append((Candidate(one.choice, one.regularisation, *found), x, unseen))
+    best, x, unseen = max(shortlist, key=lambda one: one[0].merit)
+    others = "; ".join(str(one) for one, _, _ in shortlist if one is not best)
     scaled = calibrate(Rotated(x).fit(labels, best.regularisation), unseen, labels)
     return FittedProbe(
         best.choice,
         scaled.linear,
         scaled.scores(unseen),
         {
-            "layers and regularisation": f"fitted to training rows, on validation rows: {best}{other}",
+            "layers and regularisation": f"{len(tried)} tried on validation rows; of the best, out of fold on training and "
+            f"validation rows: {best}" + (f"; others: {others}" if others else ""),
             "weights": "training and validation rows together",
             "calibration": "Platt scaling on out-of-fold logits of these rows, equal class sizes; Brier score of them "
             f"{brier_score_loss(labels, sigmoid(scaled.scores(unseen))):.3f}",
