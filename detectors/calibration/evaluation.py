@@ -29,7 +29,7 @@ from guard.mia.results import FloatArray
 
 LEAST_ROWS = 10
 """Rows of either label, below which a slice is not measured."""
-SLICE_ROUNDS = 300
+SLICE_ROUNDS = 200
 LENGTHS = (0, 64, 128, 256, 512, 1024, 4096)
 """Edges of the length buckets, in tokens of the data."""
 CURVE_POINTS = 200
@@ -122,7 +122,7 @@ class Rated:
 def measured(
     scores: Scores, labels: Labels, groups: Sequence[str], seed: int, rounds: int, benign_from: str = "itself"
 ) -> Measured:
-    drawn = bootstrap(labels, groups, seed)[:rounds]
+    drawn = bootstrap(labels, groups, seed, rounds)
 
     def pair(measure: Callable[[Scores, Labels], float]) -> tuple[float, tuple[float, float]]:
         return measure(scores, labels), _pair(interval(lambda i: measure(scores[i], labels[i]), drawn))

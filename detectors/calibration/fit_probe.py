@@ -1,8 +1,8 @@
 """Chooses the probe's layers and regularisation, fits it and calibrates it.
 
-Validation rows make a shortlist of what was fitted to training rows; out-of-fold scores of both together decide among it,
-since validation rows alone are few enough for luck to decide. What was chosen is then fitted to both. Probabilities and
-thresholds come from the same out-of-fold scores: each row's is by a fit that saw nothing of its group.
+Validation rows make a shortlist of what was fitted to training rows; out-of-fold scores of both together decide among
+it, since validation rows alone are few enough for luck to decide. What was chosen is then fitted to both. Probabilities
+and thresholds come from the same out-of-fold scores: each row's is by a fit that saw nothing of its group.
 """
 
 from __future__ import annotations
@@ -91,13 +91,10 @@ def fit_probe(
     validation: LabelledRows,
     seed: int,
     pooling: Pooling = "last_token",
-    choices: Sequence[Choice] | None = None,
 ) -> FittedProbe:
-    """The best candidate; of equals the one that reads fewer layers. ``choices``: among these alone."""
+    """The best candidate; of equals the one that reads fewer layers."""
     tried = [
-        candidate
-        for choice in choices or tuple(candidates(train.features, pooling))
-        for candidate in _tried(train, validation, choice)
+        candidate for choice in candidates(train.features, pooling) for candidate in _tried(train, validation, choice)
     ]
     labels = np.concatenate([train.labels, validation.labels])
     groups = [*train.groups, *validation.groups]
@@ -115,14 +112,21 @@ def fit_probe(
         scaled.linear,
         scaled.scores(unseen),
         {
-            "layers and regularisation": f"{len(tried)} tried on validation rows; of the best, out of fold on training and "
-            f"validation rows: {best}" + (f"; others: {others}" if others else ""),
+            "layers and regularisation": f"{len(tried)} tried on validation rows; of the best, out of fold on training "
+            f"and validation rows: {best}" + (f"; others: {others}" if others else ""),
             "weights": "training and validation rows together",
             "calibration": "Platt scaling on out-of-fold logits of these rows, equal class sizes; Brier score of them "
             f"{brier_score_loss(labels, sigmoid(scaled.scores(unseen))):.3f}",
             "thresholds": "on out-of-fold scores of the benign ones among these rows",
         },
     )
+
+
+def refit(train: LabelledRows, validation: LabelledRows, choice: Choice) -> Linear:
+    """Weights for given layers and tokens: the best penalty on validation rows, fitted to both; not scaled."""
+    best = max(_tried(train, validation, choice), key=lambda c: c.merit)
+    x = np.concatenate([choice.columns(part.features) for part in (train, validation)])
+    return Rotated(x).fit(np.concatenate([train.labels, validation.labels]), best.regularisation)
 
 
 def candidates(features: Features, pooling: Pooling) -> Iterator[Choice]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from detectors.calibration.baseline import baseline_scores, fit_baseline
 from detectors.calibration.evaluation import LEAST_ROWS, SLICE_ROUNDS, Measured, measured
 from detectors.calibration.features import Features
-from detectors.calibration.fit_probe import Choice, LabelledRows, fit_probe
+from detectors.calibration.fit_probe import Choice, LabelledRows, refit
 from detectors.calibration.metrics import Labels, Scores
 from detectors.calibration.rows import Row
 
@@ -43,7 +43,7 @@ def leave_one_out(
         say(f"without {source}")
         groups = [rows[i].group for i in test]
         for name, scores in (
-            ("probe", _probe(features, labels, rows, train, validation, test, choice, seed)),
+            ("probe", _probe(features, labels, rows, train, validation, test, choice)),
             (BASELINE, _baseline(labels, rows, train, validation, test)),
         ):
             found[name][source] = measured(scores, labels[test], groups, seed, SLICE_ROUNDS, "itself and held-out rows")
@@ -77,14 +77,12 @@ def _probe(
     validation: Index,
     test: Index,
     choice: Choice,
-    seed: int,
 ) -> Scores:
     seen, checked = (
         LabelledRows(features.part(index), labels[index], [rows[i].group for i in index])
         for index in (train, validation)
     )
-    fitted = fit_probe(seen, checked, seed, choices=(choice,))
-    return fitted.logits(features.part(test))
+    return refit(seen, checked, choice).logits(choice.columns(features.part(test)))
 
 
 def _baseline(labels: Labels, rows: Sequence[Row], train: Index, validation: Index, test: Index) -> Scores:

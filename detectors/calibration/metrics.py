@@ -136,7 +136,9 @@ def clopper_pearson(hits: int, total: int) -> Interval:
     return Interval(low=low, high=high)
 
 
-def bootstrap(labels: Labels, groups: Sequence[str], seed: int) -> list[npt.NDArray[np.int64]]:
+def bootstrap(
+    labels: Labels, groups: Sequence[str], seed: int, count: int = BOOTSTRAP_ROUNDS
+) -> list[npt.NDArray[np.int64]]:
     """Row indices of each round: groups drawn with replacement, so that rows of one idea count as one."""
     generator = np.random.default_rng(seed)
     where: dict[str, list[int]] = {}
@@ -144,7 +146,7 @@ def bootstrap(labels: Labels, groups: Sequence[str], seed: int) -> list[npt.NDAr
         where.setdefault(group, []).append(i)
     members = [np.array(where[group]) for group in sorted(where)]
     rounds: list[npt.NDArray[np.int64]] = []
-    while len(rounds) < BOOTSTRAP_ROUNDS:
+    while len(rounds) < count:
         drawn = np.concatenate([members[i] for i in generator.integers(0, len(members), len(members))])
         if len(set(labels[drawn])) == 2:
             rounds.append(drawn)
