@@ -13,8 +13,8 @@ from typing import Any
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
-EVALUATION, VARIANTS, CLAIMS = (f"smollm2-135m-{name}.json" for name in ("evaluation", "variants", "claims"))
-"""What ``guard eval``, ``measure_variants`` and ``measure_claims`` of this package wrote."""
+EVALUATION, CLAIMS = "smollm2-135m-evaluation.json", "smollm2-135m-claims.json"
+"""What ``guard eval`` and ``measure_claims`` of this package wrote."""
 BASELINE = "text baseline"
 
 Json = Mapping[str, Any]
@@ -23,9 +23,8 @@ Json = Mapping[str, Any]
 def markdown(results: Path) -> str:
     """Everything between the markers. ``results``: the folder with both files."""
     evaluation = json.loads((results / EVALUATION).read_text(encoding="utf-8"))
-    variants = json.loads((results / VARIANTS).read_text(encoding="utf-8"))
     claims = json.loads((results / CLAIMS).read_text(encoding="utf-8"))
-    return "\n".join([*_evaluation(evaluation), "", *_variants(variants), "", *_claims(claims)])
+    return "\n".join([*_evaluation(evaluation), "", *_claims(claims)])
 
 
 def _evaluation(evaluation: Json) -> list[str]:
@@ -113,18 +112,6 @@ def _by(detectors: Json, name: str, threshold: str) -> list[str]:
     rows = [(n, _hits(caught.get(n)), _hits(false.get(n))) for n in names]
     heading = f"The {name} at `{threshold}`, by what rows are (at least 10 of them), fewest caught first:"
     return [heading, "", *_table(("rows", "attacks caught", "false positives"), rows)]
-
-
-def _variants(variants: Json) -> list[str]:
-    chosen = ", ".join(f"{name} {what}" for name, what in variants["about"]["choices"].items())
-    return [
-        f"Other ways to read the same rows, and sums (`{variants['about']['command']}`; {chosen}):",
-        "",
-        *_table(
-            ("read", "benign", "attacks", "AUROC", "AUPRC", "caught at 1 % false positives", "at 0.1 %"),
-            [(name, *_measures(one)) for name, one in variants["measured"].items()],
-        ),
-    ]
 
 
 def _claims(claims: Json) -> list[str]:
