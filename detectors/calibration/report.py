@@ -108,7 +108,7 @@ def _by(detectors: Json, name: str, threshold: str) -> list[str]:
     """Attacks caught and false positives by slice, fewest caught first."""
     at = detectors[name]["thresholds"][threshold]
     caught, false = at["caught_of"], at["false_positives_of"]
-    names = sorted(set(caught) | set(false), key=lambda n: _share(caught.get(n), 2.0))
+    names = sorted(sorted(set(caught) | set(false)), key=lambda n: _share(caught.get(n), 2.0))
     rows = [(n, _hits(caught.get(n)), _hits(false.get(n))) for n in names]
     heading = f"The {name} at `{threshold}`, by what rows are (at least 10 of them), fewest caught first:"
     return [heading, "", *_table(("rows", "attacks caught", "false positives"), rows)]
