@@ -67,6 +67,8 @@ class Threshold(Section):
     value: float
     validation_benign: int
     validation_false_positives: int
+    validation_fpr_interval: Interval | None = None
+    """None in files of versions that did not write it."""
     held_out_benign: int
     held_out_false_positives: int
     held_out_fpr_interval: Interval

@@ -12,10 +12,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from detectors.calibration.cli import calibrate
+from detectors.calibration.data_cli import data_app
+from detectors.calibration.eval_cli import evaluate
 from guard.help_texts import (
     CALIBRATE_END,
     DEMO_END,
     DOCTOR_END,
+    EVAL_END,
     EXIT_HELP,
     LIST_END,
     PROXY_HELP,
@@ -37,7 +40,9 @@ model_app = typer.Typer(help="Models by short name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(policy_app, name="policy")
 app.add_typer(keys_app, name="keys")
+app.add_typer(data_app, name="data")
 app.command(epilog=CALIBRATE_END)(calibrate)
+app.command("eval", epilog=EVAL_END)(evaluate)
 
 VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 

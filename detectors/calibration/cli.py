@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import enum
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from detectors.calibration.material import Request
+
+DEFAULT_ROWS = 1500
+"""Enough benign validation rows for a budget of 1 %, and minutes on a CPU for a small model."""
 
 
 class Kind(enum.StrEnum):
@@ -19,48 +27,102 @@ class Kind(enum.StrEnum):
     attention_tracker = "attention_tracker"
     probe = "probe"
     steering = "steering"
+    threshold = "threshold"
+
+
+class Pooling(enum.StrEnum):
+    """At which tokens the probe reads."""
+
+    last_token = "last_token"  # noqa: S105
+    mean = "mean"
+
+
+Kinds = Annotated[
+    list[Kind] | None,
+    typer.Argument(
+        help="What to calibrate; everything but threshold if not given. threshold: set thresholds anew from the scores "
+        "in a ledger of your own benign traffic."
+    ),
+]
+Model = Annotated[str, typer.Option(help="Short name (see: guard model list) or the model's folder.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Named set (see: guard data list), all, installed, or a file *.jsonl or *.csv of your own; may be given "
+        "several times. Default: all."
+    ),
+]
+Rows = Annotated[int, typer.Option(min=0, help="Most rows to read, drawn from the data; 0 for all.")]
+Seed = Annotated[int, typer.Option(help="Decides the split and every draw.")]
+Url = Annotated[
+    str | None, typer.Option(help="Read with the engine at this address (ends in /v1), which serves the same model.")
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="GUARD_UPSTREAM_API_KEY", help="Key for --url.")]
 
 
 def calibrate(
-    kinds: Annotated[list[Kind] | None, typer.Argument(help="What to calibrate; everything if not given.")] = None,
-    model: Annotated[str, typer.Option(help="Short name (see: guard model list) or the model's folder.")] = (
-        "smollm2-135m"
-    ),
+    kinds: Kinds = None,
+    model: Model = "smollm2-135m",
+    data: Data = None,
+    rows: Rows = DEFAULT_ROWS,
     out: Annotated[Path, typer.Option(help="Folder that gets KIND/MODEL.json.")] = Path("model_configs"),
-    seed: Annotated[int, typer.Option(help="Decides the split and every draw.")] = 0,
+    pooling: Annotated[
+        Pooling,
+        typer.Option(
+            help="At which tokens the probe reads: the prompt's last, or the mean over the data, for which the engine "
+            "computes the whole prompt, prefix cache or not."
+        ),
+    ] = Pooling.last_token,
+    seed: Seed = 0,
+    url: Url = None,
+    api_key: ApiKey = None,
+    ledger: Annotated[Path | None, typer.Option(help="For threshold: the ledger to read scores from.")] = None,
+    detector: Annotated[str, typer.Option(help="For threshold: the detector's name in the policy.")] = "injection",
+    config: Annotated[Path | None, typer.Option(help="For threshold: the detector's file, which is rewritten.")] = None,
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(help="For threshold: share of benign requests that may be hit. Default: 0.001, 0.01 and 0.05."),
+    ] = None,
 ) -> None:
-    """Measure a model: choose heads and layers, fit, set thresholds, and write what its detectors need."""
-    from detectors.calibration.features import FeatureError
-    from detectors.calibration.sources import DataError
-    from guard.models import ModelError
+    """Measure a model: choose heads and layers, fit, set thresholds, and write what its detectors need.
 
-    chosen = tuple(kind.value for kind in (kinds or list(Kind)))
-    try:
-        _calibrate(chosen, model, out, seed)
-    except (DataError, FeatureError, ModelError) as error:
-        typer.echo(f"guard: {error}", err=True)
-        raise typer.Exit(1) from None
-    except ImportError as error:
-        typer.echo(f"guard: {error}; calibration needs: pip install 'mia-guard[calibrate]' and vLLM", err=True)
-        raise typer.Exit(1) from None
+    A run that was stopped goes on where it was when it is started again.
+    """
+    chosen = tuple(kind.value for kind in (kinds or [kind for kind in Kind if kind is not Kind.threshold]))
+    with told_errors():
+        if Kind.threshold.value in chosen:
+            _threshold(chosen, ledger, detector, config, budget)
+            return
+        names = tuple(data or ["all"])
+        options = [*kinds_and(names, rows), "--model", model, "--seed", str(seed)]
+        if pooling is not Pooling.last_token:
+            options += ["--pooling", pooling.value]
+        folder, key = model_folder(model)
+        from detectors.calibration.material import Request
+
+        request = Request(folder, names, seed, rows or None, url=url, api_key=api_key)
+        command = shlex.join(["guard", "calibrate", *chosen, *options])
+        _calibrate(chosen, model, key, request, out, pooling, command)
 
 
-def _calibrate(kinds: tuple[str, ...], model: str, out: Path, seed: int) -> None:
+def kinds_and(names: tuple[str, ...], rows: int) -> list[str]:
+    """The options that say which rows."""
+    return [*(word for name in names for word in ("--data", name)), "--rows", str(rows)]
+
+
+def _calibrate(
+    kinds: tuple[str, ...], model: str, key: str, request: Request, out: Path, pooling: Pooling, command: str
+) -> None:
+    from detectors.calibration.material import gather
     from detectors.calibration.progress import Reporter
-    from detectors.calibration.rows import default_rows
-    from detectors.calibration.run import Job, calibrate_detectors, write
+    from detectors.calibration.run import Job, fit_detectors, write
     from detectors.calibration.steering import calibrate_steering
-    from guard.models import resolve_model
 
-    resolved = resolve_model(model)
-    folder = _model_folder(resolved.path, model)
-    command = shlex.join(["guard", "calibrate", *kinds, "--model", model, "--seed", str(seed)])
-    job = Job(folder, resolved.config_key, model, kinds, seed, command)
+    job = Job(request.model, key, model, kinds, request.seed, command, pooling.value)
     with Reporter() as reporter:
         if detectors := tuple(kind for kind in kinds if kind != Kind.steering.value):
-            rows = default_rows(seed)
-            reporter.total(len(rows))
-            result = calibrate_detectors(job, rows, reporter.say, reporter.advance_to)
+            material = gather(request, reporter.say, reporter.total, reporter.advance_to)
+            result = fit_detectors(job, material.rows, material.features, reporter.say)
             for path in write(result, job, out):
                 reporter.say(f"wrote {path}")
             for kind in detectors:
@@ -70,13 +132,49 @@ def _calibrate(kinds: tuple[str, ...], model: str, out: Path, seed: int) -> None
                 reporter.say(f"wrote {path}")
 
 
-def _model_folder(path: str, name: str) -> Path:
-    folder = Path(path)
+def _threshold(
+    kinds: tuple[str, ...], ledger: Path | None, detector: str, config: Path | None, budgets: list[float] | None
+) -> None:
+    from detectors.calibration.ledger_thresholds import recalibrate
+
+    if len(kinds) > 1 or ledger is None or config is None:
+        typer.echo("guard: threshold stands alone, and needs --ledger and --config", err=True)
+        raise typer.Exit(2)
+    for line in recalibrate(config, ledger, detector, budgets):
+        typer.echo(line)
+
+
+def model_folder(model: str) -> tuple[Path, str]:
+    """The model's folder, and the stem of its files in ``model_configs``. Ends the command where there is none."""
+    from guard.models import resolve_model
+
+    resolved = resolve_model(model)
+    folder = Path(resolved.path)
     if not (folder / "config.json").is_file():
         typer.echo(
-            f"guard: no model at {folder}; run `guard model pull {name}` for a short name, "
+            f"guard: no model at {folder}; run `guard model pull {model}` for a short name, "
             "or give the folder of a downloaded model",
             err=True,
         )
         raise typer.Exit(1)
-    return folder
+    return folder, resolved.config_key
+
+
+@contextmanager
+def told_errors() -> Iterator[None]:
+    """What a user can put right becomes one line and exit code 1."""
+    try:
+        from detectors.calibration.features import FeatureError
+        from detectors.calibration.metrics import BudgetError
+        from detectors.calibration.sources import DataError
+        from detectors.model_config import ModelConfigError
+        from guard.models import ModelError
+
+        try:
+            yield
+        except (BudgetError, DataError, FeatureError, ModelConfigError, ModelError) as error:
+            typer.echo(f"guard: {error}", err=True)
+            raise typer.Exit(1) from None
+    except ImportError as error:
+        typer.echo(f"guard: {error}; calibration needs: pip install 'mia-guard[calibrate]' and vLLM", err=True)
+        raise typer.Exit(1) from None

@@ -1,26 +1,31 @@
 """What the model computes on each row, read through the engine as served traffic will be.
 
-Owns the one pass over the rows. Which layer and heads matter is chosen later, so all are read.
+Owns the one pass over the rows: offline with an engine of its own, or over HTTP with one that runs. Which layers, heads
+and tokens matter is chosen later, so all are read that the engine has taps for. What was read is kept (see
+``feature_store``), so that a run which was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from detectors.attention_tracker import DATA, DEFAULT_SPANS, INSTRUCTION
+from detectors.calibration.feature_store import FeatureStore, Plan, Reading
 from detectors.calibration.rows import Row
-from guard.mia.engine_config import EngineConfig
-from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout, Readout, Readouts
-from guard.mia.spec import MAX_CAPTURES, AttentionCapture, HiddenCapture, MiaSpec
+from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout, Readout, Readouts, RowsReadout
+from guard.mia.spec import MAX_CAPTURES, AttentionCapture, HiddenCapture, MiaSpec, SpanPositions
 
-MAX_MODEL_LEN = 4096
+WINDOW_TOKENS = 32
+WINDOW_LAYERS = 6
+"""At how many evenly spaced layers every token of the data is read, and the last token at all of them."""
+ROWS_AT_ONCE = 32
+"""Rows between two times of keeping what was read: so much is lost at most when a run is stopped."""
 
 
 class FeatureError(RuntimeError):
@@ -36,12 +41,35 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Features:
-    """hidden: ``[rows, layers, hidden_size]``; focus: ``[rows, heads, 2]``, masses on instruction and data; float32."""
+    """All float32. hidden: ``[rows, layers, hidden_size]``, of the last prompt token; mass: ``[rows, heads, 2]``, on
+    instruction and data; mean: ``[rows, window layers, hidden_size]``, over the data's tokens; tokens: ``[rows]``, how
+    many these are."""
 
     layers: tuple[int, ...]
     heads: tuple[tuple[int, int], ...]
     hidden: FloatArray
     mass: FloatArray
+    mean_layers: tuple[int, ...]
+    mean: FloatArray
+    tokens: FloatArray
+
+    def part(self, index: Any) -> Features:
+        """Of the rows at ``index``."""
+        return Features(
+            self.layers,
+            self.heads,
+            self.hidden[index],
+            self.mass[index],
+            self.mean_layers,
+            self.mean[index],
+            self.tokens[index],
+        )
+
+
+class Reader(Protocol):
+    """An engine that reads conversations."""
+
+    def read(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[Readouts]: ...
 
 
 def model_shape(model: Path) -> ModelShape:
@@ -51,56 +79,123 @@ def model_shape(model: Path) -> ModelShape:
     return ModelShape(config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"])
 
 
-def read_features(model: Path, rows: Sequence[Row], progress: Callable[[int], None] | None = None) -> Features:
-    """Read all rows with one engine. Raises ``FeatureError`` for a row without complete readouts."""
-    shape = model_shape(model)
+def full_plan(shape: ModelShape) -> Plan:
+    """Everything that an engine of our own reads."""
     layers = candidate_layers(shape.layers)
     heads = tuple((layer, head) for layer in range(1, shape.layers + 1) for head in range(shape.heads))
-    spec = MiaSpec(
-        spans=dict(DEFAULT_SPANS),
-        hidden={f"h{layer}": HiddenCapture(layer=layer) for layer in layers},
-        attention={"a": AttentionCapture(heads=heads, spans=(INSTRUCTION, DATA))},
-    )
-    with open_engine(model, EngineConfig(hidden_layers=layers, attention_heads=heads)) as llm:
-        readouts = llm.read([row.messages for row in rows], spec, progress)
-    hidden = np.empty((len(rows), len(layers), shape.hidden_size), np.float32)
-    mass = np.empty((len(rows), len(heads), 2), np.float32)
-    for i, (row, one) in enumerate(zip(rows, readouts, strict=True)):
-        hidden[i], mass[i] = _row_features(row, one, layers)
-    return Features(layers, heads, hidden, mass)
+    return Plan(layers, heads, evenly_spaced(layers, WINDOW_LAYERS), WINDOW_TOKENS)
 
 
 def candidate_layers(count: int) -> tuple[int, ...]:
     """All block outputs, or as many evenly spaced ones as one request may read."""
-    most = MAX_CAPTURES - 1
+    most = MAX_CAPTURES - 1 - WINDOW_LAYERS
     if count <= most:
         return tuple(range(1, count + 1))
     return tuple(sorted({round(1 + i * (count - 1) / (most - 1)) for i in range(most)}))
 
 
-def open_engine(model: Path, config: EngineConfig) -> Any:
-    """An offline engine with these taps. Float32 on a CPU, where it is both exact and fastest; else the model's own."""
-    import torch
-
-    from guard.mia.llm import MiaLLM
-
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    dtype = "auto" if torch.cuda.is_available() else "float32"
-    return MiaLLM(model, config, dtype=dtype, max_model_len=MAX_MODEL_LEN)
+def evenly_spaced(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """``count`` of ``layers`` at most, ending with the last."""
+    return tuple(dict.fromkeys(layers[round(len(layers) * i / count) - 1] for i in range(1, count + 1)))
 
 
-def _row_features(row: Row, readouts: Readouts, layers: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-    states = []
-    for layer in layers:
-        hidden = readouts.items.get(f"h{layer}")
+def spec_of(plan: Plan) -> MiaSpec:
+    return MiaSpec(
+        spans=dict(DEFAULT_SPANS),
+        hidden={
+            **{f"last{layer}": HiddenCapture(layer=layer) for layer in plan.layers},
+            **{f"data{n}": HiddenCapture(layer=n, positions=SpanPositions(span=DATA)) for n in plan.window_layers},
+        },
+        attention={"a": AttentionCapture(heads=plan.heads, spans=(INSTRUCTION, DATA))} if plan.heads else {},
+    )
+
+
+def read_features(
+    rows: Sequence[Row],
+    store: FeatureStore,
+    open_reader: Callable[[], Any],
+    progress: Callable[[int], None] | None = None,
+) -> Features:
+    """Read what is not kept yet. ``open_reader()`` is a context manager of a ``Reader``, entered only if it is needed.
+
+    Raises ``FeatureError`` for a row without complete readouts.
+    """
+    todo = [row for row in rows if not store.has(row.messages)]
+    done = len(rows) - len(todo)
+    if progress is not None:
+        progress(done)
+    if todo:
+        with open_reader() as reader:
+            for start in range(0, len(todo), ROWS_AT_ONCE):
+                some = todo[start : start + ROWS_AT_ONCE]
+                for row, readouts in zip(some, reader.read([row.messages for row in some]), strict=True):
+                    store.put(row.messages, reading_of(row, readouts, store.plan))
+                done += len(some)
+                if progress is not None:
+                    progress(done)
+    return stacked(rows, store)
+
+
+def stacked(rows: Sequence[Row], store: FeatureStore) -> Features:
+    """What is kept of all rows."""
+    plan, readings = store.plan, []
+    for row in rows:
+        reading = store.get(row.messages)
+        if reading is None:
+            raise FeatureError(f"row {row.id}: what was read of it cannot be found again; run the command once more")
+        readings.append(reading)
+    return Features(
+        plan.layers,
+        plan.heads,
+        np.stack([reading.last for reading in readings]),
+        np.stack([reading.mass for reading in readings]),
+        plan.window_layers,
+        np.stack([mean_of(reading) for reading in readings]),
+        np.array([reading.tokens for reading in readings], np.float32),
+    )
+
+
+def mean_of(reading: Reading) -> FloatArray:
+    """``[window layers, hidden_size]``: over all tokens of the data."""
+    if reading.windows.size == 0:
+        return np.zeros((0, reading.windows.shape[-1]), np.float32)
+    shares = reading.window_tokens / reading.window_tokens.sum()
+    return np.asarray(np.einsum("w,wlh->lh", shares, reading.windows), np.float32)
+
+
+def reading_of(row: Row, readouts: Readouts, plan: Plan) -> Reading:
+    last = []
+    for layer in plan.layers:
+        hidden = readouts.items.get(f"last{layer}")
         if not isinstance(hidden, HiddenReadout) or hidden.values is None:
             raise FeatureError(f"row {row.id}: no hidden state of layer {layer}: {_reason(hidden)}")
-        states.append(hidden.values)
+        last.append(hidden.values)
+    states = []
+    for layer in plan.window_layers:
+        one = readouts.items.get(f"data{layer}")
+        if not isinstance(one, RowsReadout) or one.values is None or not one.positions:
+            raise FeatureError(f"row {row.id}: no hidden states of the data at layer {layer}: {_reason(one)}")
+        states.append(one.values)
+    if not states:
+        nothing = np.zeros((0, 0, last[0].shape[-1]), np.float32)
+        return Reading(np.stack(last), _mass(row, readouts, plan), nothing, np.zeros(0, np.float32))
+    tokens = np.stack(states, axis=1)
+    pieces = [tokens[at : at + plan.window_tokens] for at in range(0, len(tokens), plan.window_tokens)]
+    return Reading(
+        last=np.stack(last),
+        mass=_mass(row, readouts, plan),
+        windows=np.stack([piece.mean(axis=0) for piece in pieces]),
+        window_tokens=np.array([len(piece) for piece in pieces], np.float32),
+    )
+
+
+def _mass(row: Row, readouts: Readouts, plan: Plan) -> FloatArray:
+    if not plan.heads:
+        return np.zeros((0, 2), np.float32)
     attention = readouts.items.get("a")
     if not isinstance(attention, AttentionReadout) or attention.status != "complete":
         raise FeatureError(f"row {row.id}: no attention readout: {_reason(attention)}")
-    return np.stack(states), np.stack([attention.mass[INSTRUCTION], attention.mass[DATA]], axis=-1)
+    return np.stack([attention.mass[INSTRUCTION], attention.mass[DATA]], axis=-1)
 
 
 def _reason(readout: Readout | None) -> str:

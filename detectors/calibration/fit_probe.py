@@ -1,94 +1,149 @@
-"""Chooses the probe's layers and regularisation, fits it on training rows and calibrates it.
+"""Chooses the probe's layers and regularisation, fits it and calibrates it.
 
-The choice is made on validation rows, not by cross-validation among training rows: attacks come in few families, folds
-of the same families prefer late single layers that then do worse on families never seen.
+Validation rows make a shortlist of what was fitted to training rows; out-of-fold scores of both together decide among
+it, since validation rows alone are few enough for luck to decide. What was chosen is then fitted to both. Probabilities
+and thresholds come from the same out-of-fold scores: each row's is by a fit that saw nothing of its group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-from sklearn.metrics import brier_score_loss, roc_auc_score  # type: ignore[import-untyped]
+from sklearn.metrics import brier_score_loss  # type: ignore[import-untyped]
 
 from detectors.calibration.features import Features
-from detectors.calibration.logistic import Linear, Matrix, calibrate, fit, out_of_fold_logits
-from detectors.calibration.metrics import Labels, Scores
+from detectors.calibration.logistic import Linear, Matrix, Rotated, calibrate, out_of_fold_logits
+from detectors.calibration.metrics import Labels, Scores, auroc, tpr_at_fpr
 from detectors.probe import sigmoid
 
-REGULARISATIONS = (1e-3, 1e-2, 1e-1)
-MOST_LAYERS = 6
+Pooling = Literal["last_token", "mean"]
+
+REGULARISATIONS = (1e-4, 1e-3, 1e-2, 1e-1)
+SET_SIZES = (2, 3, 4, 5, 6, 8, 10, 15)
+SHORTLIST = 6
 
 
 @dataclass(frozen=True)
-class TrainingRows:
+class LabelledRows:
     features: Features
     labels: Labels
     groups: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Choice:
+    """What is read: which layers, and at which tokens of the prompt."""
+
+    pooling: Pooling
     layers: tuple[int, ...]
+
+    def columns(self, features: Features) -> Matrix:
+        """``[rows, layers x hidden_size]`` float64, in the order of ``layers``."""
+        if self.pooling == "mean":
+            chosen = features.mean[:, [features.mean_layers.index(layer) for layer in self.layers]]
+        else:
+            chosen = features.hidden[:, [features.layers.index(layer) for layer in self.layers]]
+        return chosen.reshape(len(chosen), -1).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    choice: Choice
     regularisation: float
     auroc: float
+    caught: float
+    """Of the attacks, at 1 % false positives."""
+
+    @property
+    def merit(self) -> float:
+        """Both measures count: AUROC alone does not see the few benign rows with high scores."""
+        return self.auroc + 0.1 * self.caught
 
     def __str__(self) -> str:
-        return f"{list(self.layers)} with C={self.regularisation:g}: {self.auroc:.3f}"
+        return (
+            f"{self.choice.pooling} of layers {list(self.choice.layers)} with C={self.regularisation:g}: "
+            f"AUROC {self.auroc:.3f}, {self.caught:.0%} at 1 %"
+        )
 
 
 @dataclass(frozen=True)
 class FittedProbe:
-    layers: tuple[int, ...]
+    """``unseen``: a logit of each training row, then of each validation row, by a fit that saw nothing of its group."""
+
+    choice: Choice
     linear: Linear
+    unseen: Scores
     choices: dict[str, str]
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.choice.layers
+
     def logits(self, features: Features) -> Scores:
-        return self.linear.logits(columns(features, self.layers))
+        return self.linear.logits(self.choice.columns(features))
 
 
-def fit_probe(train: TrainingRows, validation: Features, labels: Labels, seed: int) -> FittedProbe:
-    """The candidate with the best AUROC on validation rows; of equals the one that reads fewer layers."""
+def fit_probe(
+    train: LabelledRows,
+    validation: LabelledRows,
+    seed: int,
+    pooling: Pooling = "last_token",
+) -> FittedProbe:
+    """The best candidate; of equals the one that reads fewer layers."""
     tried = [
-        _try(train, validation, labels, layers, regularisation)
-        for layers in candidates(train.features.layers)
-        for regularisation in REGULARISATIONS
+        candidate for choice in candidates(train.features, pooling) for candidate in _tried(train, validation, choice)
     ]
-    best = max(tried, key=lambda c: c.auroc)
-    best_single = max((c for c in tried if len(c.layers) == 1), key=lambda c: c.auroc)
-    x = columns(train.features, best.layers)
-    unseen = out_of_fold_logits(x, train.labels, train.groups, best.regularisation, seed)
-    linear = calibrate(fit(x, train.labels, best.regularisation), unseen, train.labels)
-    probabilities = sigmoid(linear.logits(columns(validation, best.layers)))
+    labels = np.concatenate([train.labels, validation.labels])
+    groups = [*train.groups, *validation.groups]
+    shortlist = []
+    for one in sorted(tried, key=lambda c: -c.merit)[:SHORTLIST]:
+        x = np.concatenate([one.choice.columns(part.features) for part in (train, validation)])
+        unseen = out_of_fold_logits(x, labels, groups, one.regularisation, seed)
+        found = auroc(unseen, labels), tpr_at_fpr(unseen, labels, 0.01)
+        shortlist.append((Candidate(one.choice, one.regularisation, *found), x, unseen))
+    best, x, unseen = max(shortlist, key=lambda one: one[0].merit)
+    others = "; ".join(str(one) for one, _, _ in shortlist if one is not best)
+    scaled = calibrate(Rotated(x).fit(labels, best.regularisation), unseen, labels)
     return FittedProbe(
-        best.layers,
-        linear,
+        best.choice,
+        scaled.linear,
+        scaled.scores(unseen),
         {
-            "layers and regularisation": f"AUROC on validation rows: {best}; best single layer: {best_single}",
-            "calibration": "Platt scaling on out-of-fold logits of training rows, equal class sizes; "
-            f"Brier score on validation rows {brier_score_loss(labels, probabilities):.3f}",
+            "layers and regularisation": f"{len(tried)} tried on validation rows; of the best, out of fold on training "
+            f"and validation rows: {best}" + (f"; others: {others}" if others else ""),
+            "weights": "training and validation rows together",
+            "calibration": "Platt scaling on out-of-fold logits of these rows, equal class sizes; Brier score of them "
+            f"{brier_score_loss(labels, sigmoid(scaled.scores(unseen))):.3f}",
+            "thresholds": "on out-of-fold scores of the benign ones among these rows",
         },
     )
 
 
-def candidates(layers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every single layer, then sets of 2 to 6 evenly spaced ones that end with the last."""
+def refit(train: LabelledRows, validation: LabelledRows, choice: Choice) -> Linear:
+    """Weights for given layers and tokens: the best penalty on validation rows, fitted to both; not scaled."""
+    best = max(_tried(train, validation, choice), key=lambda c: c.merit)
+    x = np.concatenate([choice.columns(part.features) for part in (train, validation)])
+    return Rotated(x).fit(np.concatenate([train.labels, validation.labels]), best.regularisation)
+
+
+def candidates(features: Features, pooling: Pooling) -> Iterator[Choice]:
+    """Every single layer, then evenly spaced sets that end with the last."""
+    layers = features.mean_layers if pooling == "mean" else features.layers
     spaced = [
         tuple(dict.fromkeys(layers[round(len(layers) * i / count) - 1] for i in range(1, count + 1)))
-        for count in range(2, min(MOST_LAYERS, len(layers)) + 1)
+        for count in SET_SIZES
+        if count <= len(layers)
     ]
-    return [*((layer,) for layer in layers), *dict.fromkeys(spaced)]
+    for chosen in dict.fromkeys([*((layer,) for layer in layers), *spaced]):
+        yield Choice(pooling, chosen)
 
 
-def columns(features: Features, layers: Sequence[int]) -> Matrix:
-    """``[rows, layers x hidden_size]`` float64, in the order of ``layers``."""
-    chosen = features.hidden[:, [features.layers.index(layer) for layer in layers]]
-    return chosen.reshape(len(chosen), -1).astype(np.float64)
-
-
-def _try(
-    train: TrainingRows, validation: Features, labels: Labels, layers: tuple[int, ...], regularisation: float
-) -> Candidate:
-    model = fit(columns(train.features, layers), train.labels, regularisation)
-    return Candidate(layers, regularisation, float(roc_auc_score(labels, model.logits(columns(validation, layers)))))
+def _tried(train: LabelledRows, validation: LabelledRows, choice: Choice) -> Iterator[Candidate]:
+    rotated, x = Rotated(choice.columns(train.features)), choice.columns(validation.features)
+    for regularisation in REGULARISATIONS:
+        logits = rotated.fit(train.labels, regularisation).logits(x)
+        found = auroc(logits, validation.labels), tpr_at_fpr(logits, validation.labels, 0.01)
+        yield Candidate(choice, regularisation, *found)

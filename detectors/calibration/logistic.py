@@ -31,19 +31,40 @@ class Linear:
         return np.asarray(x @ self.weight + self.bias)
 
 
-def fit(x: Matrix, labels: Labels, regularisation: float) -> Linear:
-    """Standardise, fit with an L2 penalty (``regularisation`` is scikit-learn's C), fold the scaling into the weights.
+class Rotated:
+    """Rows, standardised and rotated into their own span once, to be fitted with several penalties.
 
-    The rows are first rotated into their own span, which has at most as many dimensions as there are rows. An L2
-    penalty does not see rotations, so the result is the same, and thousands of columns cost no more than the rows do.
+    The span has at most as many dimensions as there are rows. An L2 penalty does not see rotations, so the result is
+    the same, and thousands of columns cost no more than the rows do.
     """
-    mean, scale = x.mean(axis=0), x.std(axis=0)
-    scale = np.where(scale > 0, scale, 1.0)
-    left, singular, right = np.linalg.svd((x - mean) / scale, full_matrices=False)
-    model = LogisticRegression(C=regularisation, class_weight="balanced", solver="newton-cholesky", max_iter=200)
-    model.fit(left * singular, labels)
-    weight = (model.coef_[0] @ right) / scale
-    return Linear(weight, float(model.intercept_[0] - mean @ weight))
+
+    def __init__(self, x: Matrix) -> None:
+        self.mean, scale = x.mean(axis=0), x.std(axis=0)
+        self.scale = np.where(scale > 0, scale, 1.0)
+        standard = (x - self.mean) / self.scale
+        # Of the smaller Gram matrix, which is much quicker than the singular values of a wide matrix.
+        if standard.shape[0] <= standard.shape[1]:
+            values, left = np.linalg.eigh(standard @ standard.T)
+            kept = values > values[-1] * 1e-10
+            singular = np.sqrt(values[kept])
+            self.rows = left[:, kept] * singular
+            self.right = (left[:, kept] / singular).T @ standard
+        else:
+            values, right = np.linalg.eigh(standard.T @ standard)
+            kept = values > values[-1] * 1e-10
+            self.right = right[:, kept].T
+            self.rows = standard @ right[:, kept]
+
+    def fit(self, labels: Labels, regularisation: float) -> Linear:
+        """Logistic regression with an L2 penalty (``regularisation`` is scikit-learn's C), the scaling folded in."""
+        model = LogisticRegression(C=regularisation, class_weight="balanced", solver="newton-cholesky", max_iter=200)
+        model.fit(self.rows, labels)
+        weight = (model.coef_[0] @ self.right) / self.scale
+        return Linear(weight, float(model.intercept_[0] - self.mean @ weight))
+
+
+def fit(x: Matrix, labels: Labels, regularisation: float) -> Linear:
+    return Rotated(x).fit(labels, regularisation)
 
 
 def out_of_fold_logits(x: Matrix, labels: Labels, groups: Sequence[str], regularisation: float, seed: int) -> Scores:
@@ -55,11 +76,23 @@ def out_of_fold_logits(x: Matrix, labels: Labels, groups: Sequence[str], regular
     return logits
 
 
-def calibrate(model: Linear, logits: Scores, labels: Labels) -> Linear:
-    """Platt scaling, folded in: a slope and an offset that make sigmoid(logit) a probability at equal class sizes.
+@dataclass(frozen=True)
+class Scaled:
+    """``linear`` has slope and offset folded in; ``scores`` puts other logits of the model before scaling onto it."""
+
+    linear: Linear
+    slope: float
+    offset: float
+
+    def scores(self, logits: Scores) -> Scores:
+        return np.asarray(logits * self.slope + self.offset)
+
+
+def calibrate(model: Linear, logits: Scores, labels: Labels) -> Scaled:
+    """Platt scaling: a slope and an offset that make sigmoid(logit) a probability at equal class sizes.
 
     ``logits`` are out of fold: on its own training rows a model is far too sure of itself.
     """
     platt = LogisticRegression(C=np.inf, class_weight="balanced").fit(logits[:, None], labels)
     slope, offset = float(platt.coef_[0, 0]), float(platt.intercept_[0])
-    return Linear(model.weight * slope, model.bias * slope + offset)
+    return Scaled(Linear(model.weight * slope, model.bias * slope + offset), slope, offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from detectors.calibration.evaluation import Measured
 from detectors.model_config import ModelConfig, Quality
 
 
@@ -37,6 +39,19 @@ class Reporter:
 
     def advance_to(self, done: int) -> None:
         self.bar.update(self.task, completed=done)
+
+    def show_pooled(self, measured: Mapping[str, Measured]) -> None:
+        table = Table("held-out rows", "benign", "attack", "AUROC [95 %]", "TPR at 1 % FPR [95 %]")
+        for name, one in measured.items():
+            (low, high), (least, most) = one.auroc_interval, one.tpr_1pct_interval
+            table.add_row(
+                name,
+                str(one.benign),
+                str(one.attack),
+                f"{one.auroc:.3f} [{low:.3f}, {high:.3f}]",
+                f"{one.tpr_1pct:.2f} [{least:.2f}, {most:.2f}]",
+            )
+        self.console.print(table)
 
     def show_quality(self, kind: str, config: ModelConfig) -> None:
         if config.calibration is None:

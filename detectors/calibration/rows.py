@@ -1,59 +1,85 @@
 """Labelled conversations, split: what calibration reads with the model.
 
-Owns composing. User texts stand as they are; pasted texts and documents follow or precede a task in the user message,
-because templates of small models have no tool role. spikee's attacks are jailbreak x instruction, said by the user or
-put at the start, middle or end of a document; jailbreak families, instructions and documents never cross splits.
+Owns composing. What a user says stands as it is. Pasted texts and documents follow or precede a task in the user
+message, or come from a tool where the model's template knows that role. Attacks inside documents stand at their start,
+middle or end; jailbreak families, instructions, documents and injections never cross splits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from detectors.calibration.sets.catalogue import INSTALLED, SETS
+from detectors.calibration.sets.content import Content, pick
 from detectors.calibration.sources import (
+    DataError,
     Frames,
     Label,
     Seed,
     Text,
-    bastion_texts,
     own_documents,
     own_frames,
-    own_prompts,
-    spikee_benign_texts,
+    own_quotations,
     spikee_instructions,
     spikee_jailbreaks,
 )
-from detectors.calibration.split import Split, assign_splits, merge_near_duplicates
+from detectors.calibration.split import SPLITS, Split, assign_splits, merge_near_duplicates
 
 ATTACKS_PER_JAILBREAK = 10
-ROWS_PER_DOCUMENT = 4
 OPENING_SHARE = 0.25
 """Share of conversations that start with an earlier exchange."""
 
 Message = dict[str, str]
-T = TypeVar("T")
+Place = Literal["user", "document", "tool"]
+Position = Literal["", "start", "middle", "end"]
+POSITIONS: tuple[Position, ...] = ("start", "middle", "end")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One conversation. ``text`` is its untrusted part alone, as a text filter would see it."""
+    """One conversation. ``text`` is its untrusted part alone, as a text filter would see it.
+
+    ``place``: who brings the text: the user says it, pastes it as a document, or a tool returns it. ``position``: where
+    in a document an attack stands; empty when it is the whole text. ``hard``: benign, and made to look like an attack.
+    """
 
     id: str
     source: str
     group: str
     split: Split
     label: Label
-    lang: str
-    text: str
-    messages: tuple[Message, ...]
+    lang: str = "en"
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    hard: bool = False
+    place: Place = "user"
+    position: Position = ""
+
+    def with_attack(self, position: Position) -> Row:
+        """The same row with an attack at ``position``, under an id of its own; its text is still to be put in."""
+        return replace(self, id=f"{self.id}-{position}", label="attack", position=position)
 
 
-def default_rows(seed: int) -> list[Row]:
-    """The rows of all named sets, framed and split. Same seed and same installed sets, same rows."""
-    return [*_text_rows(seed), *_composed_rows(seed)]
+def default_rows(seed: int, names: Sequence[str] = INSTALLED, *, tool_role: bool = False) -> list[Row]:
+    """The rows of named sets, framed and split. Same seed, same sets and same versions: same rows.
+
+    ``tool_role``: put half of what is pasted into messages of the role ``tool``. Raises ``DataError``.
+    """
+    if unknown := sorted(set(names) - SETS.keys()):
+        raise DataError(f"no data set {', '.join(unknown)}; there are: {', '.join(sorted(SETS))}")
+    contents = {name: SETS[name].content() for name in names}
+    composer = Composer(seed, own_frames(), tool_role)
+    rows = composer.texts([text for content in contents.values() for text in content.texts])
+    rows += [row for name, content in contents.items() for row in composer.documents(name, content)]
+    if "spikee" in names:
+        rows += composer.spikee()
+    if "own" in names:
+        rows += composer.quotations()
+    return rows
 
 
 def rows_hash(rows: Sequence[Row]) -> str:
@@ -63,82 +89,113 @@ def rows_hash(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def _text_rows(seed: int) -> list[Row]:
-    frames = own_frames()
-    texts = [*bastion_texts(), *spikee_benign_texts(), *own_prompts()]
-    groups = merge_near_duplicates([t.text for t in texts], [t.family for t in texts])
-    splits = assign_splits(groups, [f"{t.source}:{t.label}" for t in texts], seed)
-    return [
-        _frame(text.id, text.source, group, splits[group], text.label, text.lang, _said(text, frames, seed), frames)
-        for text, group in zip(texts, groups, strict=True)
-    ]
+@dataclass(frozen=True)
+class Composer:
+    """Puts texts into conversations. What surrounds a text is drawn by a hash of its row's id, for both labels."""
+
+    seed: int
+    frames: Frames
+    tool_role: bool
+
+    def texts(self, texts: Sequence[Text]) -> list[Row]:
+        groups = merge_near_duplicates([t.text for t in texts], [t.family for t in texts])
+        splits = assign_splits(groups, [f"{t.source}:{t.label}" for t in texts], self.seed)
+        rows = []
+        for text, group in zip(texts, groups, strict=True):
+            start = Row(text.id, text.source, group, splits[group], text.label, text.lang, hard=text.hard)
+            rows.append(self.brought(start, text.text) if text.pasted else self.said(start, text.text))
+        return rows
+
+    def documents(self, name: str, content: Content) -> Iterator[Row]:
+        """Documents as they are, and goals in templates in documents."""
+        documents, templates, goals = (
+            divided(seeds, self.seed) for seeds in (content.documents, content.templates, content.goals)
+        )
+        for split in SPLITS:
+            for document in documents[split]:
+                for i in range(content.rows_per_document):
+                    yield self.brought(Row(f"{document.id}-{i}", name, document.family, split, "benign"), document.text)
+            for template in templates[split]:
+                for goal in goals[split]:
+                    attack = template.text.replace("{goal}", goal.text)
+                    for i in range(content.rows_per_injection):
+                        row = Row(f"{template.id}-{goal.id}-{i}", name, template.family, split, "attack")
+                        yield self.injected(row, attack, documents[split])
+
+    def spikee(self) -> Iterator[Row]:
+        jailbreaks = divided(spikee_jailbreaks(), self.seed)
+        instructions = divided(spikee_instructions(), self.seed)
+        documents = divided(own_documents(), self.seed)
+        for split in SPLITS:
+            for jailbreak in jailbreaks[split]:
+                for i in range(ATTACKS_PER_JAILBREAK):
+                    row_id = f"spikee-{jailbreak.id}-{i}"
+                    (instruction,) = pick(instructions[split], 1, f"{self.seed}|i|{row_id}")
+                    attack = jailbreak.text.replace("<INSTRUCTION>", instruction.text)
+                    row = Row(row_id, "spikee", jailbreak.family, split, "attack")
+                    # A bare instruction is an attack only where nobody has asked for it: in a document.
+                    inside = i % 2 == 1 or jailbreak.family == "no-jailbreak"
+                    yield self.injected(row, attack, documents[split]) if inside else self.said(row, attack)
+
+    def quotations(self) -> Iterator[Row]:
+        frames, phrases = (divided(seeds, self.seed) for seeds in own_quotations())
+        for split in SPLITS:
+            for frame in frames[split]:
+                for phrase in phrases[split]:
+                    row_id = f"{frame.id}-{phrase.id}"
+                    row = Row(row_id, "own", frame.family, split, "benign", hard=True)
+                    yield self.said(row, frame.text.replace("{phrase}", phrase.text))
+
+    def injected(self, row: Row, attack: str, documents: Sequence[Seed]) -> Row:
+        (document,) = pick(documents, 1, f"{self.seed}|d|{row.id}")
+        position = POSITIONS[_number(row.id) % 3]
+        return self.brought(replace(row, position=position), insert(document.text, attack, position))
+
+    def brought(self, row: Row, text: str) -> Row:
+        """``text`` from a tool or pasted by the user."""
+        place: Place = "tool" if self.tool_role and _number(f"tool|{row.id}") % 2 else "document"
+        return self.brought_by(place, row, text)
+
+    def brought_by(self, place: Place, row: Row, text: str) -> Row:
+        if place == "tool":
+            ((task, answer),) = pick(self.frames.tool_tasks, 1, f"{self.seed}|tool|{row.id}")
+            turns = ({"role": "user", "content": task}, {"role": "assistant", "content": answer})
+            messages = (*self.opening(row.id), *turns, {"role": "tool", "content": text})
+            return replace(row, text=text, messages=messages, place="tool")
+        (task,) = pick(self.frames.tasks, 1, f"{self.seed}|t|{row.id}")
+        return replace(self.said(row, task.replace("{text}", text)), place="document")
+
+    def said(self, row: Row, text: str) -> Row:
+        return replace(row, text=text, messages=(*self.opening(row.id), {"role": "user", "content": text}))
+
+    def opening(self, row_id: str) -> tuple[Message, ...]:
+        number = _number(row_id)
+        system = {"role": "system", "content": self.frames.systems[number % len(self.frames.systems)]}
+        if number // 1000 % 100 >= 100 * OPENING_SHARE:
+            return (system,)
+        user, answer = self.frames.openings[number // 100_000 % len(self.frames.openings)]
+        return (system, {"role": "user", "content": user}, {"role": "assistant", "content": answer})
 
 
-def _composed_rows(seed: int) -> list[Row]:
-    frames = own_frames()
-    jailbreaks = _split_seeds(spikee_jailbreaks(), seed)
-    instructions = _split_seeds(spikee_instructions(), seed)
-    documents = _split_seeds(own_documents(), seed)
-    rows = []
-    for split in ("train", "validation", "held_out"):
-        for document in documents[split]:
-            for task in _pick(frames.tasks, ROWS_PER_DOCUMENT, f"{seed}|{document.id}"):
-                row_id = f"{document.id}-{frames.tasks.index(task)}"
-                said = task.replace("{text}", document.text)
-                rows.append(_frame(row_id, "own", document.family, split, "benign", "en", said, frames))
-        for jailbreak in jailbreaks[split]:
-            for i in range(ATTACKS_PER_JAILBREAK):
-                row_id = f"spikee-{jailbreak.id}-{i}"
-                (instruction,) = _pick(instructions[split], 1, f"{seed}|i|{row_id}")
-                attack = jailbreak.text.replace("<INSTRUCTION>", instruction.text)
-                # A bare instruction is an attack only where nobody has asked for it: in a document.
-                if i % 2 or jailbreak.family == "no-jailbreak":
-                    (document,) = _pick(documents[split], 1, f"{seed}|d|{row_id}")
-                    (task,) = _pick(frames.tasks, 1, f"{seed}|t|{row_id}")
-                    attack = task.replace("{text}", _insert(document.text, attack, _number(row_id) % 3))
-                rows.append(_frame(row_id, "spikee", jailbreak.family, split, "attack", "en", attack, frames))
-    return rows
+def insert(document: str, attack: str, position: Position) -> str:
+    """``attack`` between the lines of ``document``; of one line, between its sentences."""
+    separator = "\n" if "\n" in document else ". "
+    lines = document.split(separator)
+    at = {"start": 0, "middle": (len(lines) + 1) // 2, "end": len(lines)}[position or "end"]
+    before, after = separator.join(lines[:at]), separator.join(lines[at:])
+    return "\n".join(part for part in (before, attack, after) if part)
 
 
-def _split_seeds(seeds: list[Seed], seed: int) -> dict[Split, list[Seed]]:
+def divided(seeds: Sequence[Seed], seed: int) -> dict[Split, list[Seed]]:
+    """Building blocks by split, near-duplicates together."""
+    divided: dict[Split, list[Seed]] = {"train": [], "validation": [], "held_out": []}
+    if not seeds:
+        return divided
     groups = merge_near_duplicates([s.text for s in seeds], [s.family for s in seeds])
     splits = assign_splits(groups, ["all"] * len(seeds), seed)
-    divided: dict[Split, list[Seed]] = {"train": [], "validation": [], "held_out": []}
     for one, group in zip(seeds, groups, strict=True):
         divided[splits[group]].append(one)
     return divided
-
-
-def _said(text: Text, frames: Frames, seed: int) -> str:
-    if not text.pasted:
-        return text.text
-    (task,) = _pick(frames.tasks, 1, f"{seed}|t|{text.id}")
-    return task.replace("{text}", text.text)
-
-
-def _insert(document: str, attack: str, position: int) -> str:
-    """position: 0 start, 1 middle, 2 end of the document; between its lines."""
-    lines = document.split("\n")
-    at = (0, (len(lines) + 1) // 2, len(lines))[position]
-    return "\n".join([*lines[:at], attack, *lines[at:]])
-
-
-def _frame(
-    row_id: str, source: str, group: str, split: Split, label: Label, lang: str, said: str, frames: Frames
-) -> Row:
-    number = _number(row_id)
-    messages: list[Message] = [{"role": "system", "content": frames.systems[number % len(frames.systems)]}]
-    if number // 1000 % 100 < 100 * OPENING_SHARE:
-        user, answer = frames.openings[number // 100_000 % len(frames.openings)]
-        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-    messages.append({"role": "user", "content": said})
-    return Row(row_id, source, group, split, label, lang, said, tuple(messages))
-
-
-def _pick(items: Sequence[T], count: int, key: str) -> list[T]:
-    """``count`` different items, always the same for the same key."""
-    order = sorted(range(len(items)), key=lambda i: hashlib.sha256(f"{key}|{i}".encode()).digest())
-    return [items[i] for i in order[:count]]
 
 
 def _number(key: str) -> int:

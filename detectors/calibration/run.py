@@ -17,8 +17,8 @@ from safetensors.numpy import save
 from detectors.attention_tracker import AttentionTrackerConfig
 from detectors.attention_tracker import Params as TrackerParams
 from detectors.calibration.baseline import baseline_scores, fit_baseline
-from detectors.calibration.features import Features, read_features
-from detectors.calibration.fit_probe import TrainingRows, fit_probe
+from detectors.calibration.features import Features
+from detectors.calibration.fit_probe import LabelledRows, Pooling, fit_probe
 from detectors.calibration.fit_tracker import fit_tracker, tracker_scores
 from detectors.calibration.metrics import Labels, Scores, quality, thresholds
 from detectors.calibration.provenance import data_sources, versions, weights_sha256
@@ -38,6 +38,8 @@ class Job:
     kinds: tuple[str, ...]
     seed: int
     command: str
+    pooling: Pooling = "last_token"
+    """At which tokens the probe reads."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,7 @@ class _Data:
 
     def part(self, split: str) -> _Data:
         index = np.flatnonzero([row.split == split for row in self.rows])
-        features = Features(
-            self.features.layers, self.features.heads, self.features.hidden[index], self.features.mass[index]
-        )
-        return _Data([self.rows[i] for i in index], features, self.labels[index])
+        return _Data([self.rows[i] for i in index], self.features.part(index), self.labels[index])
 
     @property
     def texts(self) -> list[str]:
@@ -68,17 +67,6 @@ class _Data:
     @property
     def groups(self) -> list[str]:
         return [row.group for row in self.rows]
-
-
-def calibrate_detectors(
-    job: Job,
-    rows: Sequence[Row],
-    say: Callable[[str], None] = lambda _: None,
-    progress: Callable[[int], None] | None = None,
-) -> Result:
-    say(f"reading {len(rows)} conversations with the model")
-    features = read_features(job.model, rows, progress)
-    return fit_detectors(job, rows, features, say)
 
 
 def fit_detectors(
@@ -96,20 +84,21 @@ def fit_detectors(
         say("choosing heads for the attention tracker")
         tracker = fit_tracker(train.features, train.labels, validation.features, validation.labels)
         heads = np.array([features.heads.index(head) for head in tracker.heads])
-        scores = [tracker_scores(part.features, heads) for part in (validation, held_out)]
+        setting = (tracker_scores(validation.features, heads), validation.labels)
+        scores = tracker_scores(held_out.features, heads)
         configs["attention_tracker"] = AttentionTrackerConfig(
             model_info=_model_info(job),
             params=TrackerParams(important_heads=tuple((layer - 1, head) for layer, head in tracker.heads)),
             calibration=_calibration(
-                job, "heads chosen from labelled rows", rows, tracker.choices, baseline, scores, validation, held_out
+                job, "heads chosen from labelled rows", rows, tracker.choices, baseline, setting, scores, held_out
             ),
         )
     if "probe" in job.kinds:
         say("choosing layers for the probe and fitting it")
-        probe = fit_probe(
-            TrainingRows(train.features, train.labels, train.groups), validation.features, validation.labels, job.seed
-        )
-        scores = [np.asarray(sigmoid(probe.logits(part.features))) for part in (validation, held_out)]
+        seen, checked = (LabelledRows(part.features, part.labels, part.groups) for part in (train, validation))
+        probe = fit_probe(seen, checked, job.seed, job.pooling)
+        setting = (np.asarray(sigmoid(probe.unseen)), np.concatenate([train.labels, validation.labels]))
+        scores = np.asarray(sigmoid(probe.logits(held_out.features)))
         weights = save(
             {
                 WEIGHT: probe.linear.weight.astype(np.float32),
@@ -119,14 +108,17 @@ def fit_detectors(
         )
         configs["probe"] = ProbeConfig(
             model_info=_model_info(job),
-            params=ProbeParams(
-                layers=probe.layers,
-                hidden_size=features.hidden.shape[-1],
-                weights=f"{job.config_key}.safetensors",
-                weights_sha256=hashlib.sha256(weights).hexdigest(),
+            params=ProbeParams.model_validate(
+                {
+                    "layers": probe.layers,
+                    "hidden_size": features.hidden.shape[-1],
+                    "weights": f"{job.config_key}.safetensors",
+                    "weights_sha256": hashlib.sha256(weights).hexdigest(),
+                    **({"pooling": probe.choice.pooling} if probe.choice.pooling != "last_token" else {}),
+                }
             ),
             calibration=_calibration(
-                job, "logistic regression", rows, probe.choices, baseline, scores, validation, held_out
+                job, "logistic regression", rows, probe.choices, baseline, setting, scores, held_out
             ),
         )
     return Result(configs, weights)
@@ -156,8 +148,8 @@ def _calibration(
     rows: Sequence[Row],
     choices: dict[str, str],
     baseline: Quality,
-    scores: Sequence[Scores],
-    validation: _Data,
+    setting: tuple[Scores, Labels],
+    scores: Scores,
     held_out: _Data,
 ) -> Calibration:
     return Calibration(
@@ -169,9 +161,9 @@ def _calibration(
         model_sha256=weights_sha256(job.model),
         data=data_sources(rows),
         choices=choices,
-        quality=_quality(scores[1], held_out, job),
+        quality=_quality(scores, held_out, job),
         text_baseline=baseline,
-        thresholds=thresholds((scores[0], validation.labels), (scores[1], held_out.labels)),
+        thresholds=thresholds(setting, (scores, held_out.labels)),
     )
 
 

@@ -21,8 +21,6 @@ Label = Literal["benign", "attack"]
 SPIKEE_SETS = ("seeds-cybersec-2026-01", "seeds-sysmsg-extraction-2025-04", "seeds-llm-mailbox")
 SPIKEE_BENIGN = "seeds-investment-advice-fp"
 
-LICENCES = {"bastioncorpus": "MIT", "spikee": "Apache-2.0", "own": "Apache-2.0"}
-
 
 class DataError(RuntimeError):
     """A data set that cannot be read; the message says which and what to do."""
@@ -33,6 +31,7 @@ class Text:
     """One labelled text. ``family``: texts that are one idea in several wordings share it, and so share a split.
 
     ``pasted``: the text reaches the model inside a document or a tool's output, not as what the user says.
+    ``hard``: a benign text that gives orders, plays a role, or talks about attacks.
     """
 
     id: str
@@ -42,6 +41,7 @@ class Text:
     lang: str
     text: str
     pasted: bool = False
+    hard: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Frames:
     systems: tuple[str, ...]
     openings: tuple[tuple[str, str], ...]
     tasks: tuple[str, ...]
+    tool_tasks: tuple[tuple[str, str], ...]
 
 
 def bastion_texts() -> list[Text]:
@@ -78,6 +79,7 @@ def bastion_texts() -> list[Text]:
                 lang=row["lang"],
                 text=row["text"].replace("{canary}", _canary(row["id"])),
                 pasted=row["channel"] != "user_input",
+                hard=benign,
             )
         )
     return texts
@@ -103,7 +105,15 @@ def own_prompts() -> list[Text]:
     """Our own ordinary prompts, among them hard ones that share words with attacks."""
     prompts: Mapping[str, list[str]] = _own("prompts.yaml")
     return [
-        Text(f"own-{kind}-{i:02}", "own", f"own:{kind}-{i:02}", "benign", _own_lang(kind), text)
+        Text(
+            f"own-{kind}-{i:02}",
+            "own",
+            f"own:{kind}-{i:02}",
+            "benign",
+            _own_lang(kind),
+            text,
+            hard=kind in ("hard", "roleplay"),
+        )
         for kind, texts in prompts.items()
         for i, text in enumerate(texts)
     ]
@@ -113,12 +123,31 @@ def own_documents() -> list[Seed]:
     return [Seed(row["id"], row["id"], row["text"]) for row in _own("documents.yaml")]
 
 
+def own_attacks() -> list[Text]:
+    """Attacks in nine languages other than English; one idea has the same family in all of them."""
+    attacks: Mapping[str, list[str]] = _own("attacks.yaml")
+    return [
+        Text(f"own-attack-{lang}-{i}", "own", f"own:attack-{i}", "attack", lang, text)
+        for lang, texts in attacks.items()
+        for i, text in enumerate(texts)
+    ]
+
+
+def own_quotations() -> tuple[list[Seed], list[Seed]]:
+    """Frames with the placeholder ``{phrase}``, and phrases: benign talk about attacks."""
+    raw: Mapping[str, list[str]] = _own("quoted.yaml")
+    frames = [Seed(f"own-frame-{i:02}", f"own:frame-{i:02}", text) for i, text in enumerate(raw["frames"])]
+    return frames, [Seed(f"own-phrase-{i:02}", f"own:phrase-{i:02}", text) for i, text in enumerate(raw["phrases"])]
+
+
 def own_frames() -> Frames:
     raw = _own("frames.yaml")
-    return Frames(tuple(raw["systems"]), tuple((user, answer) for user, answer in raw["openings"]), tuple(raw["tasks"]))
+    openings, tool_tasks = (tuple((user, answer) for user, answer in raw[name]) for name in ("openings", "tool_tasks"))
+    return Frames(tuple(raw["systems"]), openings, tuple(raw["tasks"]), tool_tasks)
 
 
 def source_version(source: str) -> str:
+    """Of an installed distribution; our own texts have the project's."""
     return version("mia-guard" if source == "own" else source)
 
 

@@ -18,6 +18,8 @@ SHARES: Mapping[Split, float] = {"train": 0.4, "validation": 0.3, "held_out": 0.
 
 NEAR_DUPLICATE = 0.6
 """Cosine similarity of character 3- to 5-grams from which two texts count as one idea."""
+COMPARED_CHARACTERS = 1000
+"""How much of each text is compared: what begins alike counts as alike."""
 
 
 def merge_near_duplicates(texts: Sequence[str], families: Sequence[str]) -> list[str]:
@@ -29,7 +31,9 @@ def merge_near_duplicates(texts: Sequence[str], families: Sequence[str]) -> list
             name = parent[name]
         return name
 
-    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True).fit_transform(texts)
+    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True).fit_transform(
+        [text[:COMPARED_CHARACTERS] for text in texts]
+    )
     similar = (vectors @ vectors.T).tocoo()
     for i, j, value in zip(similar.row, similar.col, similar.data, strict=True):
         if i < j and value >= NEAR_DUPLICATE:

@@ -21,8 +21,9 @@ import numpy as np
 import yaml
 from safetensors.numpy import save_file
 
-from detectors.calibration.features import FeatureError, model_shape, open_engine
+from detectors.calibration.features import FeatureError, model_shape
 from detectors.calibration.provenance import versions, weights_sha256
+from detectors.calibration.readers import open_engine
 from detectors.calibration.run import Job
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import FloatArray, HiddenReadout

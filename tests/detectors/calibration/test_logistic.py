@@ -51,8 +51,9 @@ def test_calibration_makes_overconfident_logits_probabilities() -> None:
     labels = generator.integers(0, 2, 4000)
     honest = (2 * labels - 1) + generator.normal(size=4000)  # the true log odds are twice this
     x = honest[:, None]
-    model = calibrate(fit(x, labels, 1.0), 30 * honest, labels)
-    assert model.weight[0] / fit(x, labels, 1.0).weight[0] == pytest.approx(2 / 30, rel=0.1)
+    scaled = calibrate(fit(x, labels, 1.0), 30 * honest, labels)
+    assert scaled.linear.weight[0] / fit(x, labels, 1.0).weight[0] == pytest.approx(2 / 30, rel=0.1)
+    assert scaled.scores(np.array([30.0])) == pytest.approx(30 * scaled.slope + scaled.offset)
     sure = sigmoid(30 * honest * 2 / 30)
     high = sure > 0.8
     assert labels[high].mean() == pytest.approx(sure[high].mean(), abs=0.03)

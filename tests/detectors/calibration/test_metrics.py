@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detectors.calibration.metrics import (
+    BudgetError,
     balanced_threshold,
+    check_budget,
     clopper_pearson,
     quality,
+    rows_needed,
     threshold_for_fpr,
     thresholds,
     tpr_at_fpr,
@@ -68,12 +71,30 @@ def test_rows_of_one_group_count_as_one_in_the_interval() -> None:
 
 
 def test_named_thresholds_say_what_they_did_on_held_out_rows() -> None:
-    labels = np.repeat([0, 1], 100)
-    validation = np.concatenate([np.linspace(0, 0.5, 100), np.linspace(0.4, 1, 100)])
-    held_out = np.concatenate([np.linspace(0, 0.6, 100), np.linspace(0.4, 1, 100)])
+    labels = np.repeat([0, 1], [400, 100])
+    validation = np.concatenate([np.linspace(0, 0.5, 400), np.linspace(0.4, 1, 100)])
+    held_out = np.concatenate([np.linspace(0, 0.6, 400), np.linspace(0.4, 1, 100)])
     named = thresholds((validation, labels), (held_out, labels))
     assert named.keys() == {"fpr_1pct", "fpr_5pct", "balanced"}
     strict = named["fpr_1pct"]
-    assert strict.validation_false_positives == 1
-    assert strict.held_out_false_positives == int((held_out[:100] >= strict.value).sum()) > 1
-    assert strict.held_out_fpr_interval.low < strict.held_out_false_positives / 100 < strict.held_out_fpr_interval.high
+    assert strict.validation_false_positives == 4
+    assert strict.validation_fpr_interval is not None
+    assert strict.validation_fpr_interval.low < 0.01 < strict.validation_fpr_interval.high
+    assert strict.held_out_false_positives == int((held_out[:400] >= strict.value).sum()) > 4
+    assert strict.held_out_fpr_interval.low < strict.held_out_false_positives / 400 < strict.held_out_fpr_interval.high
+
+
+@pytest.mark.parametrize(("benign", "names"), [(59, set()), (60, {"fpr_5pct"}), (300, {"fpr_5pct", "fpr_1pct"})])
+def test_a_budget_that_the_rows_cannot_support_gets_no_threshold(benign: int, names: set[str]) -> None:
+    labels = np.repeat([0, 1], [benign, 50])
+    scores = np.concatenate([np.linspace(0, 0.5, benign), np.linspace(0.4, 1, 50)])
+    assert thresholds((scores, labels), (scores, labels)).keys() == names | {"balanced"}
+
+
+@pytest.mark.parametrize("budget", [0.001, 0.01, 0.05])
+def test_with_the_rows_that_a_budget_needs_no_hit_at_all_keeps_the_true_rate_within_it(budget: float) -> None:
+    # One-sided 95 %: the chance of no hit among n rows at the true rate b is (1 - b)^n.
+    assert (1 - budget) ** rows_needed(budget) <= 0.05
+    check_budget(rows_needed(budget), budget)
+    with pytest.raises(BudgetError, match=f"needs at least {rows_needed(budget)} benign rows"):
+        check_budget(rows_needed(budget) - 1, budget)

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from detectors.calibration.report import BEGIN, END, markdown, renew
+from detectors.attention_tracker import AttentionTrackerConfig
+from detectors.calibration.report import BEGIN, END, EVALUATION, markdown, renew
+from detectors.calibration.sets.catalogue import cards
+from detectors.model_config import load_model_config
+from detectors.probe import ProbeConfig
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_documents_table_is_not_stale() -> None:
     document = (ROOT / "docs" / "detectors.md").read_text(encoding="utf-8")
-    fresh = renew(document, markdown(ROOT / "model_configs", "SmolLM2-135M-Instruct"))
-    assert document == fresh, "run: python -m detectors.calibration.report docs/detectors.md model_configs"
+    fresh = renew(document, markdown(ROOT / "bench" / "results"))
+    assert document == fresh, "run: python -m detectors.calibration.report docs/detectors.md bench/results"
+
+
+def test_the_recorded_evaluation_is_of_the_detectors_that_ship() -> None:
+    recorded = json.loads((ROOT / "bench" / "results" / EVALUATION).read_text(encoding="utf-8"))
+    for kind, schema in (("probe", ProbeConfig), ("attention_tracker", AttentionTrackerConfig)):
+        path = ROOT / "model_configs" / kind / "SmolLM2-135M-Instruct.json"
+        calibration = load_model_config(path, schema).calibration
+        assert calibration is not None
+        measured = recorded["detectors"][kind]
+        assert measured["pooled"]["auroc"] == pytest.approx(calibration.quality.auroc, abs=1e-6)
+        for name, point in calibration.thresholds.items():
+            assert measured["thresholds"][name]["value"] == point.value
+            assert measured["thresholds"][name]["caught"]["hits"] == point.held_out_true_positives
+
+
+def test_the_page_of_data_sets_is_what_the_catalogue_says() -> None:
+    page = (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8")
+    assert cards() in page, "run: python -m detectors.calibration.sets.catalogue docs/datasets.md"
 
 
 def test_only_what_is_between_the_markers_changes() -> None:

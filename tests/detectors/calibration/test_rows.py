@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from detectors.calibration.rows import Row, default_rows, rows_hash
-from detectors.calibration.sources import own_documents, own_frames, spikee_instructions
+from detectors.calibration.sources import DataError, own_documents, own_frames, spikee_instructions
 from detectors.calibration.split import SPLITS
 
 
@@ -56,13 +56,35 @@ def test_surroundings_are_spread_over_both_labels_alike(rows: list[Row]) -> None
     assert abs(openings["benign"] / totals["benign"] - openings["attack"] / totals["attack"]) < 0.08
 
 
-def test_conversations_end_with_the_untrusted_text_and_hold_no_placeholder(rows: list[Row]) -> None:
+@pytest.mark.parametrize("tool_role", [False, True])
+def test_conversations_end_with_the_untrusted_text_and_hold_no_placeholder(tool_role: bool) -> None:
+    rows = default_rows(seed=0, tool_role=tool_role)
+    assert ("tool" in {row.place for row in rows}) == tool_role
     for row in rows:
         assert row.messages[0]["role"] == "system"
-        assert row.messages[-1] == {"role": "user", "content": row.text}
-        assert "<INSTRUCTION>" not in row.text
-        assert "{text}" not in row.text
-        assert "{canary}" not in row.text
+        assert row.messages[-1] == {"role": "tool" if row.place == "tool" else "user", "content": row.text}
+        for placeholder in ("<INSTRUCTION>", "{text}", "{canary}", "{phrase}"):
+            assert placeholder not in row.text
+
+
+def test_a_quoted_attack_shares_neither_frame_nor_phrase_with_another_split(rows: list[Row]) -> None:
+    for part in range(2):
+        splits = defaultdict(set)
+        for row in rows:
+            if row.id.startswith("own-frame"):
+                splits[row.id.split("-own-")[part]].add(row.split)
+        assert len(splits) > 10
+        assert {len(found) for found in splits.values()} == {1}
+
+
+def test_every_row_that_is_hard_is_benign(rows: list[Row]) -> None:
+    assert {row.label for row in rows if row.hard} == {"benign"}
+    assert sum(row.hard for row in rows) > 150
+
+
+def test_a_set_that_is_not_known_is_refused() -> None:
+    with pytest.raises(DataError, match=r"no data set nonsense; there are: .*spikee"):
+        default_rows(0, ["nonsense"])
 
 
 def test_ids_are_unique_and_the_seed_alone_decides(rows: list[Row]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,8 @@ def features(rows: list[Row]) -> Features:
     hidden[:, LAYERS.index(LAYER), DIRECTION] += 4.0 * attack
     mass = generator.uniform(0.2, 0.4, size=(len(rows), len(HEADS), 2)).astype(np.float32)
     mass[attack, HEADS.index(HEAD), 0] *= 0.2
-    return Features(LAYERS, HEADS, hidden, mass)
+    tokens = np.full(len(rows), 9, np.float32)
+    return Features(LAYERS, HEADS, hidden, mass, (), np.zeros((len(rows), 0, 16), np.float32), tokens)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def test_the_written_probe_scores_held_out_rows_as_its_file_says(
     probe = build_detector("probe", written / "probe" / "tiny.json")
     assert isinstance(probe, Probe)
     assert probe.config.calibration is not None
-    point = probe.config.calibration.thresholds["fpr_1pct"]
+    point = probe.config.calibration.thresholds["balanced"]
     hits = {"benign": 0, "attack": 0}
     for i, row in enumerate(rows):
         if row.split == "held_out":
@@ -113,7 +115,7 @@ def test_the_same_input_gives_the_same_files(result: Result, job: Job, rows: lis
 
 def test_features_without_a_signal_give_a_probe_that_says_so(job: Job, rows: list[Row], features: Features) -> None:
     noise = np.random.default_rng(1).normal(size=features.hidden.shape).astype(np.float32)
-    blind = Features(features.layers, features.heads, noise, features.mass)
+    blind = replace(features, hidden=noise)
     config = fit_detectors(Job(job.model, "tiny", "tiny", ("probe",), 0, ""), rows, blind).configs["probe"]
     assert config.calibration is not None
     assert 0.3 < config.calibration.quality.auroc < 0.7

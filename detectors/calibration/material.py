@@ -1,0 +1,68 @@
+"""From what a user asks for to rows with what the model computes on them, for calibrating and evaluating alike.
+
+Owns the order: names and files are checked, then lengths, and only then an engine starts, if rows are still unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from detectors.calibration.data import check_lengths, knows_tool_role, load_rows, template_of
+from detectors.calibration.feature_store import FeatureStore
+from detectors.calibration.features import Features, Reader, full_plan, model_shape, read_features
+from detectors.calibration.positions import position_rows
+from detectors.calibration.provenance import weights_sha256
+from detectors.calibration.readers import MAX_MODEL_LEN, engine_plan, http_reader, offline_reader
+from detectors.calibration.rows import Row
+
+
+@dataclass(frozen=True)
+class Request:
+    """``model``: its folder. ``data``: sets and files. ``most_rows``: of these; None for all. ``url``: an engine that
+    runs, with the same model; None to start one."""
+
+    model: Path
+    data: tuple[str, ...]
+    seed: int
+    most_rows: int | None = None
+    with_positions: bool = False
+    url: str | None = None
+    api_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Material:
+    rows: Sequence[Row]
+    features: Features
+
+
+def gather(
+    request: Request,
+    say: Callable[[str], None] = lambda _: None,
+    total: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None] | None = None,
+) -> Material:
+    """Raises ``DataError`` before any engine time is spent, ``FeatureError`` when the engine gives no readout."""
+    tokenizer = template_of(request.model)
+    tool_role = knows_tool_role(tokenizer)
+    rows = load_rows(request.data, request.seed, request.most_rows, tool_role, say)
+    if request.with_positions:
+        rows += position_rows(request.seed, tool_role)
+    check_lengths(rows, tokenizer, MAX_MODEL_LEN)
+    total(len(rows))
+    plan = full_plan(model_shape(request.model))
+    if request.url is not None:
+        plan = engine_plan(request.url, request.api_key)
+    store = FeatureStore(weights_sha256(request.model), plan)
+
+    def reader() -> AbstractContextManager[Reader]:
+        if request.url is not None:
+            return http_reader(request.url, request.api_key, plan)
+        say("starting an engine")
+        return offline_reader(request.model, plan)
+
+    say(f"reading {len(rows)} conversations with the model")
+    return Material(rows, read_features(rows, store, reader, progress))

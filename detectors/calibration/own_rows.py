@@ -1,0 +1,126 @@
+"""The user's own rows: JSON lines or CSV, checked whole before any engine starts.
+
+Owns the file format. A row has ``text``, or ``messages`` in JSON lines, and ``label``; everything else is optional. An
+error names file, row and field, and never quotes a row.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from detectors.calibration.rows import Message, Place, Row
+from detectors.calibration.sources import DataError, Label, own_frames
+from detectors.calibration.split import assign_splits, merge_near_duplicates
+
+SUFFIXES = (".jsonl", ".csv")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[str, Field(min_length=1)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    label: Label
+    text: Annotated[str, Field(min_length=1)] | None = None
+    """What a user said; stands behind a system message of ours."""
+    messages: Annotated[tuple[_Message, ...], Field(min_length=1)] | None = None
+    """The whole conversation, its last message the one that is judged."""
+    id: Annotated[str, Field(min_length=1)] | None = None
+    lang: Annotated[str, Field(min_length=1)] = "en"
+    group: Annotated[str, Field(min_length=1)] | None = None
+    """Rows that are one idea share it, and so share a split."""
+    hard: bool = False
+    place: Place = "user"
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("a row has either text or messages")
+        if self.messages is not None and self.messages[-1].role not in ("user", "tool"):
+            raise ValueError("the last of the messages is of the role user or tool")
+        return self
+
+
+def is_own(name: str) -> bool:
+    """Whether a value of ``--data`` is a file and not a named set."""
+    return name.endswith(SUFFIXES)
+
+
+def own_rows(path: Path, seed: int) -> list[Row]:
+    """The file's rows, grouped and split as the named sets' are. Raises ``DataError`` for its first malformed row."""
+    checked = [(number, _checked(path, number, raw)) for number, raw in _raw_rows(path)]
+    if not checked:
+        raise DataError(f"{path}: has no rows")
+    source, system = path.name, own_frames().systems[1]
+    texts = [row.text or (row.messages or ())[-1].content for _, row in checked]
+    families = [row.group or f"{source}:{row.id or number}" for number, row in checked]
+    groups = merge_near_duplicates(texts, families)
+    splits = assign_splits(groups, [row.label for _, row in checked], seed)
+    rows = [
+        Row(
+            id=row.id or f"{source}-{number}",
+            source=source,
+            group=group,
+            split=splits[group],
+            label=row.label,
+            lang=row.lang,
+            text=text,
+            messages=_messages(row, system),
+            hard=row.hard,
+            place=row.place,
+        )
+        for (number, row), text, group in zip(checked, texts, groups, strict=True)
+    ]
+    seen: set[str] = set()
+    for (number, _), row in zip(checked, rows, strict=True):
+        if row.id in seen:
+            raise DataError(f"{path}: row {number}: id: {row.id!r} is there twice")
+        seen.add(row.id)
+    return rows
+
+
+def _messages(row: _Row, system: str) -> tuple[Message, ...]:
+    if row.messages is None:
+        return ({"role": "system", "content": system}, {"role": "user", "content": row.text or ""})
+    return tuple({"role": message.role, "content": message.content} for message in row.messages)
+
+
+def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows with their numbers: lines in JSON lines, records below the header in CSV, both counted from 1."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 (byte {error.start})") from None
+    if path.suffix == ".csv":
+        for number, record in enumerate(csv.DictReader(text.splitlines(keepends=True)), 1):
+            if None in record or None in record.values():
+                raise DataError(f"{path}: row {number}: has more or fewer fields than the header")
+            yield number, {name: value for name, value in record.items() if value != ""}
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}: row {number}: not JSON ({error.msg} at column {error.colno})") from None
+
+
+def _checked(path: Path, number: int, raw: Any) -> _Row:
+    try:
+        return _Row.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the row"
+        raise DataError(f"{path}: row {number}: {field}: {first['msg']}") from None

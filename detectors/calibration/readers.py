@@ -1,0 +1,128 @@
+"""The two engines that calibration reads with: one of its own, offline, and one that runs already, over HTTP.
+
+Owns starting the one and asking the other. Both give the same readouts of the same conversation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from detectors.calibration.feature_store import Plan
+from detectors.calibration.features import WINDOW_LAYERS, WINDOW_TOKENS, FeatureError, evenly_spaced, spec_of
+from guard.mia.client import MiaClient
+from guard.mia.engine_config import EngineConfig
+from guard.mia.results import Readouts
+
+MAX_MODEL_LEN = 4096
+ROWS_PER_STEP = 8192
+"""Rows of the residual stream that one step may copy: a whole step's tokens, as all of the data is read."""
+HOST_BYTES = 2 << 30
+HTTP_CONNECTIONS = 8
+
+Conversation = Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class OfflineReader:
+    llm: Any
+    plan: Plan
+
+    def read(self, conversations: Sequence[Conversation]) -> list[Readouts]:
+        readouts: list[Readouts] = self.llm.read(conversations, spec_of(self.plan))
+        return readouts
+
+
+@contextmanager
+def offline_reader(model: Path, plan: Plan) -> Iterator[OfflineReader]:
+    """A reader with an engine of its own, which ends with it."""
+    config = EngineConfig(
+        hidden_layers=plan.layers,
+        attention_heads=plan.heads,
+        max_hidden_rows_per_step=ROWS_PER_STEP,
+        max_host_bytes=HOST_BYTES,
+        max_shared_bytes=HOST_BYTES,
+    )
+    with open_engine(model, config) as llm:
+        yield OfflineReader(llm, plan)
+
+
+def open_engine(model: Path, config: EngineConfig) -> Any:
+    """An offline engine with these taps. Float32 on a CPU, where it is both exact and fastest; else the model's own."""
+    import torch
+
+    from guard.mia.llm import MiaLLM
+
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    dtype = "auto" if torch.cuda.is_available() else "float32"
+    return MiaLLM(model, config, dtype=dtype, max_model_len=MAX_MODEL_LEN)
+
+
+@dataclass(frozen=True)
+class HttpReader:
+    """Reads with the engine at ``client``, several requests at a time."""
+
+    client: MiaClient
+    model: str
+    plan: Plan
+
+    def read(self, conversations: Sequence[Conversation]) -> list[Readouts]:
+        with ThreadPoolExecutor(HTTP_CONNECTIONS) as pool:
+            return list(pool.map(self._read_one, conversations))
+
+    def _read_one(self, conversation: Conversation) -> Readouts:
+        answer = self.client.generate(
+            list(conversation),
+            self.model,
+            max_tokens=1,
+            temperature=0.0,
+            capture=False,
+            extra_xargs={"mia": spec_of(self.plan).to_wire()},
+        )
+        event = getattr(answer, "mia", None)
+        if event is None or "readouts" not in event:
+            raise FeatureError("the engine answered without readouts: is it a vLLM with the plugin mia?")
+        return Readouts.from_wire(event["readouts"][0])
+
+
+@contextmanager
+def http_reader(base_url: str, api_key: str | None, plan: Plan) -> Iterator[HttpReader]:
+    """A reader with the engine at ``base_url``, which ends in ``/v1``. Raises ``FeatureError``."""
+    import openai
+
+    client = MiaClient(base_url, api_key=api_key)
+    try:
+        yield HttpReader(client, next(iter(client.client.models.list())).id, plan)
+    except openai.APIError as error:
+        raise FeatureError(f"the engine at {base_url}: {error.message}") from error
+
+
+def engine_plan(base_url: str, api_key: str | None) -> Plan:
+    """What the engine at ``base_url`` has taps for. Raises ``FeatureError``."""
+    import openai
+
+    try:
+        taps: Any = MiaClient(base_url, api_key=api_key).client.get("/mia/capabilities", cast_to=object)
+    except openai.APIError as error:
+        raise FeatureError(f"the engine at {base_url}: {error.message}") from error
+    return plan_of_taps(taps["taps"] or {})
+
+
+def plan_of_taps(taps: dict[str, Any]) -> Plan:
+    """What an engine with these taps lets one read. Raises ``FeatureError`` when that is nothing."""
+    layers = tuple(sorted(layer for layer in taps.get("hidden_layers", ()) if layer > 0))
+    if not layers:
+        raise FeatureError(
+            "the engine has no taps for hidden states: start it with --additional-config "
+            '\'{"mia": {"hidden_layers": [...], "attention_heads": [...]}}\', or calibrate without --url'
+        )
+    heads = tuple((layer, head) for layer, head in taps.get("attention_heads", ()))
+    rows = taps.get("max_hidden_rows_per_step")
+    windows = evenly_spaced(layers, min(WINDOW_LAYERS, len(layers))) if rows and rows >= MAX_MODEL_LEN else ()
+    return Plan(layers, heads, windows, WINDOW_TOKENS)

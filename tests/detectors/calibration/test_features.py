@@ -1,0 +1,134 @@
+"""What is read of rows is kept: a run that is killed goes on where it was."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from detectors.calibration.feature_store import FeatureStore, Plan
+from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, read_features
+from detectors.calibration.rows import Row
+from guard.mia.results import AttentionReadout, HiddenReadout, Readouts, RowsReadout
+
+PLAN = Plan(layers=(1, 2), heads=((1, 0),), window_layers=(2,), window_tokens=4)
+SIZE = 3
+
+
+def rows_of(count: int) -> list[Row]:
+    return [
+        Row(f"row-{i}", "s", f"g{i}", "train", "benign", text=str(i), messages=({"role": "user", "content": str(i)},))
+        for i in range(count)
+    ]
+
+
+@dataclass
+class CountingReader:
+    """Stands for an engine: a row's states are all its own number; its data has 6 tokens, the last four twice that."""
+
+    seen: list[int] = field(default_factory=list)
+    pause_s: float = 0.0
+
+    def read(self, conversations: list[tuple[dict[str, str], ...]]) -> list[Readouts]:
+        time.sleep(self.pause_s)
+        return [self._one(int(conversation[-1]["content"])) for conversation in conversations]
+
+    def _one(self, number: int) -> Readouts:
+        self.seen.append(number)
+        state = np.full(SIZE, number, np.float32)
+        tokens = np.stack([state, state, *[2 * state] * 4])
+        return Readouts(
+            {
+                "last1": HiddenReadout("complete", 1, values=state),
+                "last2": HiddenReadout("complete", 2, values=state),
+                "data2": RowsReadout("complete", 2, positions=tuple(range(6)), values=tokens),
+                "a": AttentionReadout(
+                    "complete",
+                    PLAN.heads,
+                    mass={"instruction": np.array([0.25], np.float32), "data": np.array([0.5], np.float32)},
+                ),
+            }
+        )
+
+    @contextmanager
+    def opened(self) -> Iterator[CountingReader]:
+        yield self
+
+
+def test_features_are_what_was_read(tmp_path: Path) -> None:
+    features = read_features(rows_of(3), FeatureStore("m", PLAN, tmp_path), CountingReader().opened)
+    assert features.hidden.shape == (3, 2, SIZE)
+    assert features.hidden[2].tolist() == [[2.0] * SIZE] * 2
+    assert features.mass[0].tolist() == [[0.25, 0.5]]
+    assert features.mean[1, 0] == pytest.approx([10 / 6] * SIZE)
+    assert features.tokens.tolist() == [6.0] * 3
+
+
+def test_rows_that_were_read_are_not_read_again_nor_is_an_engine_opened_for_them(tmp_path: Path) -> None:
+    store, reader = FeatureStore("m", PLAN, tmp_path), CountingReader()
+    read_features(rows_of(4), store, reader.opened)
+    features = read_features(rows_of(6), store, reader.opened)
+    assert reader.seen == [0, 1, 2, 3, 4, 5]
+    assert features.hidden[:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+    def nothing_to_open() -> object:
+        raise AssertionError("everything was there")
+
+    read_features(rows_of(6), store, nothing_to_open)
+
+
+def test_another_model_or_plan_reads_for_itself(tmp_path: Path) -> None:
+    rows = rows_of(1)
+    read_features(rows, FeatureStore("m", PLAN, tmp_path), CountingReader().opened)
+    assert not FeatureStore("other", PLAN, tmp_path).has(rows[0].messages)
+    assert not FeatureStore("m", Plan((1,), (), (), 4), tmp_path).has(rows[0].messages)
+
+
+def test_a_file_that_was_cut_off_is_read_again(tmp_path: Path) -> None:
+    store, rows, reader = FeatureStore("m", PLAN, tmp_path), rows_of(1), CountingReader()
+    read_features(rows, store, reader.opened)
+    path = store.path(rows[0].messages)
+    path.write_bytes(path.read_bytes()[:40])
+    assert store.get(rows[0].messages) is None
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from pathlib import Path\n"
+        "from tests.detectors.calibration.test_features import *\n"
+        f"store = FeatureStore('m', PLAN, Path({str(tmp_path / 'kept')!r}))\n"
+        "reader = CountingReader(pause_s=0.2)\n"
+        f"read_features(rows_of({20 * ROWS_AT_ONCE}), store, reader.opened, lambda n: print(n, flush=True))\n",
+        encoding="utf-8",
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 2 * ROWS_AT_ONCE:
+            pass
+        process.send_signal(signal.SIGKILL)
+    store, reader = FeatureStore("m", PLAN, tmp_path / "kept"), CountingReader()
+    reported: list[int] = []
+    features = read_features(rows_of(20 * ROWS_AT_ONCE), store, reader.opened, reported.append)
+    assert reported[0] >= 2 * ROWS_AT_ONCE
+    assert len(reader.seen) == 20 * ROWS_AT_ONCE - reported[0] > 0
+    assert features.hidden[:, 1, 0].tolist() == list(map(float, range(20 * ROWS_AT_ONCE)))
+
+
+def test_a_row_without_readout_is_named(tmp_path: Path) -> None:
+    class Dropping(CountingReader):
+        def _one(self, number: int) -> Readouts:
+            whole = super()._one(number)
+            return Readouts({**whole.items, "last2": HiddenReadout("dropped", 2, reason="no room")})
+
+    with pytest.raises(FeatureError, match=r"row row-0: no hidden state of layer 2: dropped no room"):
+        read_features(rows_of(1), FeatureStore("m", PLAN, tmp_path), Dropping().opened)

