@@ -57,7 +57,7 @@ def fit_h_node(train: Statements, validation: Statements, seed: int, nodes: int 
     (layer, c), auroc = max(tried.items(), key=lambda one: one[1])
     x = train.states[layer]
     unseen = out_of_fold_logits(x, train.labels, train.groups, c, seed)
-    linear = calibrate(fit(x, train.labels, c), unseen, train.labels)
+    linear = calibrate(fit(x, train.labels, c), unseen, train.labels).linear
     by_layer = {one: max(value for (of, _), value in tried.items() if of == one) for one in train.states}
     others = ", ".join(f"{one} {value:.3f}" for one, value in by_layer.items() if one != layer)
     return FittedHNode(

@@ -31,7 +31,7 @@ def text_baseline_files(
     vectorizer, model = pipeline.steps[0][1], pipeline.steps[1][1]
     terms, weight = vectorizer.get_feature_names_out(), model.coef_[0]
     kept = np.sort(np.argsort(-np.abs(weight), kind="stable")[:most_terms])
-    scaled = calibrate(Linear(weight[kept], float(model.intercept_[0])), unseen, labels)
+    scaled = calibrate(Linear(weight[kept], float(model.intercept_[0])), unseen, labels).linear
     vocabulary = json.dumps([str(term) for term in terms[kept]], ensure_ascii=False, indent=0).encode()
     raw = save(
         {

@@ -44,7 +44,7 @@ def fit_tool_risk(train: Statements, validation: Statements) -> FittedToolRisk:
     (layer, components, c), auroc = max(tried.items(), key=lambda one: one[1])
     linear = fit_on_components(train.states[layer], train, components, c)
     # Platt scaling on rows that the fit has not seen.
-    linear = calibrate(linear, linear.logits(validation.states[layer]), validation.labels)
+    linear = calibrate(linear, linear.logits(validation.states[layer]), validation.labels).linear
     chosen = f"AUROC on validation rows: layer {layer}, {components} components, C={c:g}: {auroc:.3f}"
     return FittedToolRisk(layer, linear, {"layer, components and regularisation": chosen})
 
