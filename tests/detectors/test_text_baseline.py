@@ -42,7 +42,7 @@ def write(folder: Path, variant: str) -> tuple[Path, Pipeline, Linear]:
         (folder / name).write_bytes(raw)
     config = TextBaselineConfig(model_info=ModelInfo(name="tiny"), params=params)
     (folder / "tiny.json").write_text(config.model_dump_json())
-    return folder / "tiny.json", fitted, calibrate(Linear(np.ones(1), 0.0), unseen, LABELS)
+    return folder / "tiny.json", fitted, calibrate(Linear(np.ones(1), 0.0), unseen, LABELS).linear
 
 
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
