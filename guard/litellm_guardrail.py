@@ -32,7 +32,7 @@ from litellm.types.guardrails import GuardrailEventHooks
 from guard.data import data_folder
 from guard.policy import Decision, Judges, PolicyError, Question, bind, build_detectors, load_policy
 from guard.policy.judges import judges
-from guard.proxy.body import OURS, GuardedRequest
+from guard.proxy.body import OURS, GuardedRequest, check_size
 from guard.proxy.chat import redacted_and_routed
 from guard.proxy.embeddings import embeddings_form
 from guard.proxy.errors import ApiError
@@ -116,6 +116,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         fields = {name: data[name] for name in TEXTS if name in data}
         request = GuardedRequest(form, fields | {"model": str(data.get("model"))})
         try:
+            check_size(request.fields)
             form.check(request.fields)
         except ApiError as error:
             raise HTTPException(error.status, {"error": str(error)}) from None

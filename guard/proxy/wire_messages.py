@@ -57,7 +57,7 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
             for block in blocks
             if block.get("type") == "tool_use" and block.get("input")
         ]
-        rest = [block for block in blocks if block not in results]
+        rest = [block for block in blocks if role != "user" or block.get("type") != "tool_result"]
         yield role, [*text_slots(number, content, message, "content"), *calls], rest
         number += 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,53 @@ async def test_a_word_at_the_end_of_a_huge_context_is_found(start_proxy: StartPr
             assert (await proxy.post(body))[0] == 400
         assert (await proxy.post({**BODY, "messages": filler}))[0] == 200
         assert len(engine.bodies) == 1
+
+
+ONE = {"role": "user", "content": "a"}
+CROWDS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "parts": (CHAT, content(*["a"] * 300_000), "messages"),
+    "parts of many messages": (CHAT, {**BODY, "messages": [{**ONE, "content": ["a"] * 11}] * 2000}, "messages"),
+    "messages": (CHAT, {**BODY, "messages": [{"role": "u", "content": ""}] * 100_000}, "messages"),
+    "tools": (CHAT, {**BODY, "tools": [{}] * 500_000}, "tools"),
+    "functions": (CHAT, {**BODY, "functions": [{}] * 3_000}, "functions"),
+    "names in a tool": (CHAT, {**BODY, "tools": [{f"{i:x}": "" for i in range(300_000)}]}, None),
+    "lists in lists": (CHAT, {**BODY, "documents": [[[]] * 200_000]}, None),
+    "texts to complete": (COMPLETIONS, {"model": "tiny", "prompt": "a", "stop": ["a"] * 200_000}, None),
+    "items": (RESPONSES, {"model": "tiny", "input": [ONE] * 20_000}, "input"),
+    "an item's parts": (RESPONSES, {"model": "tiny", "input": [{**ONE, "content": ["a"] * 30_000}]}, "messages"),
+    "blocks": (MESSAGES, {**BODIES[MESSAGES], "messages": [{**ONE, "content": [{}] * 30_000}]}, "messages"),
+    "texts to embed": (EMBEDDINGS, {"model": "tiny", "input": ["a"] * 200_000}, None),
+}
+RESULTS = [{"type": "tool_result", "tool_use_id": "1", "content": "a"}] * 9_000
+MOST: dict[str, tuple[str, dict[str, Any]]] = {
+    "parts": (CHAT, content(*["a"] * 19_000)),
+    "tokens": (COMPLETIONS, {"model": "tiny", "prompt": [5] * 500_000}),
+    "results of tools": (MESSAGES, {**BODIES[MESSAGES], "messages": [{**ONE, "content": [*RESULTS, ONE]}]}),
+    "one long text": (CHAT, content("a" * 8_000_000)),
+}
+
+
+async def test_a_request_of_too_many_parts_is_refused_and_nobody_else_waits(start_proxy: StartProxy) -> None:
+    waits_s: list[float] = []
+
+    async def watch(proxy: Proxy) -> None:
+        while True:
+            began_s = time.perf_counter()
+            await proxy.get("/livez")
+            waits_s.append(time.perf_counter() - began_s)
+
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        watching = asyncio.create_task(watch(proxy))
+        for name, (path, body, field) in CROWDS.items():
+            status, _, raw = await proxy.post(json.dumps(body).encode(), path=path)
+            error = json.loads(raw)["error"]
+            assert (status, error["param"]) == (400, field), name
+            assert "at most" in error["message"] or "more than" in error["message"], name
+        assert not engine.bodies
+        for name, (path, body) in MOST.items():
+            assert (await proxy.post(json.dumps(body).encode(), path=path))[0] == 200, name
+        watching.cancel()
+    assert max(waits_s) < 2
 
 
 async def test_no_request_slips_through_while_policies_that_all_forbid_it_are_swapped(
