@@ -15,10 +15,10 @@ from math import isfinite
 from typing import Any, Generic, NoReturn, TypeVar
 
 from guard.mia.spec import FOREIGN_KEYS
-from guard.policy.conversation import places
+from guard.policy.conversation import places, roles_named
 from guard.policy.measuring import Part
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Texts
+from guard.proxy.wire import IDS, Texts
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -96,13 +96,22 @@ class GuardedRequest(Generic[F_co]):
     def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest[F_co]:
         """The same with the texts of all messages that are meant replaced, and what else templates may show of them."""
         fields, roles = copy.deepcopy(self.fields), self.roles
-        slots, meant = self.form.slots(fields), places(selectors, roles)
+        slots, meant, named = self.form.slots(fields), places(selectors, roles), roles_named(selectors)
         parts: dict[int, int] = {}
         for slot in slots:
             parts[slot.message] = max(parts.get(slot.message, 0), slot.part + 1)
-        for slot in [*slots, *self.form.beside(fields)]:
+        everything = [*slots, *self.form.beside(fields)]
+        ids: set[str] = set()
+        for slot in everything:
             places_of = (None,) if slot.part < 0 else (None, slot.part, slot.part - parts[slot.message])
-            if meant & {(slot.message, part) for part in places_of}:
+            if meant & {(slot.message, part) for part in places_of} and not (slot.key == "role" and slot.text in named):
+                if slot.key in IDS:
+                    ids.add(slot.text)
+                else:
+                    slot.replace(replacement)
+        # An id stands in the call and in its result; what joined them still does.
+        for slot in everything:
+            if slot.key in IDS and slot.text in ids:
                 slot.replace(replacement)
         return replace(self, fields=fields)
 

@@ -6,11 +6,14 @@ stream apart. Never decides anything.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from guard.policy.conversation import KNOWN_ROLES
 from guard.proxy.errors import InvalidRequestError, UpstreamError
 
 Fields = dict[str, Any]
@@ -19,19 +22,20 @@ Fields = dict[str, Any]
 @dataclass(frozen=True)
 class Slot:
     """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them; no
-    part of its content where that is negative."""
+    part of its content where that is negative. ``instead``: what alone can stand there in its place; None: any text."""
 
     message: int
     part: int
     owner: Any
     key: Any
+    instead: str | None = None
 
     @property
     def text(self) -> str:
         return _text(self.owner[self.key])
 
     def replace(self, text: str) -> None:
-        self.owner[self.key] = _like(self.owner[self.key], text)
+        self.owner[self.key] = _like(self.owner[self.key], text if self.instead is None else self.instead)
 
 
 @dataclass(frozen=True)
@@ -195,8 +199,16 @@ def event(data: Fields, name: str | None = None) -> bytes:
 
 
 PART_TEXTS = ("text", "refusal", "thinking")
-NOT_SHOWN = frozenset(("role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "status", "cache_control"))
-"""Fields of messages and their parts that say what they are."""
+IDS = frozenset(("id", "call_id", "tool_call_id", "tool_use_id"))
+"""Fields that join a call and its result; a client may write anything there, and templates show it."""
+
+KINDS = frozenset(("type", "status"))
+"""Fields that say what something is, in one word."""
+
+ONE_WORD = re.compile(r"[a-z0-9_.]{0,64}")
+
+NOT_SHOWN = frozenset(("cache_control",))
+"""Fields that are for the engine alone."""
 
 MEDIA = frozenset(
     (
@@ -222,6 +234,10 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Sl
             named = isinstance(key, str)
             if (builds and named and (key in NOT_SHOWN or key in MEDIA)) or (id(one), key) in taken:
                 continue
+            if builds and isinstance(inner, str) and (key == "role" or key in KINDS or key in IDS):
+                if slot := _named(message, one, key):
+                    yield slot
+                continue
             if named and not builds:
                 # A copy: a name is read, and stays.
                 yield Slot(message, -1, [key], 0)
@@ -229,6 +245,23 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Sl
                 yield Slot(message, -1, one, key)
             else:
                 waiting.append((inner, builds and (not named or key in STRUCTURE)))
+
+
+def _named(message: int, owner: Fields, key: str) -> Slot | None:
+    """The text of a role, an id or a kind; None for one that says nothing."""
+    text = owner[key]
+    if key in IDS:
+        # Short and of letters and digits, as the strictest templates want it.
+        return Slot(message, -1, owner, key, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:9])
+    if key == "role":
+        return role_slot(message, owner)
+    return None if ONE_WORD.fullmatch(text) else Slot(message, -1, owner, key)
+
+
+def role_slot(message: int, owner: Fields) -> Slot | None:
+    """A role that a client thought of, which templates show; it counts as a user's."""
+    role = owner.get("role")
+    return Slot(message, -1, owner, "role", "user") if isinstance(role, str) and role not in KNOWN_ROLES else None
 
 
 AS_TOKENS = "the prompt is given as tokens, whose text the guard does not have"

@@ -18,6 +18,7 @@ from guard.proxy.wire import (
     around,
     check_messages,
     event,
+    role_slot,
     strings,
     text_slots,
 )
@@ -58,7 +59,8 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
             if block.get("type") == "tool_use" and block.get("input")
         ]
         rest = [block for block in blocks if role != "user" or block.get("type") != "tool_result"]
-        yield role, [*text_slots(number, content, message, "content"), *calls], rest
+        named = role_slot(number, message)
+        yield role, [*text_slots(number, content, message, "content"), *calls, *([named] if named else [])], rest
         number += 1
 
 

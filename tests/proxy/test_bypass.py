@@ -112,7 +112,7 @@ async def test_what_is_disguised_is_redacted_where_it_stands_and_nothing_else(st
                 assert answer == "H\u00e4llo \u2014 [X] \u044f!", name
 
 
-CALL = {"id": "call_12345", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def turn(**assistant: Any) -> dict[str, Any]:
@@ -147,6 +147,35 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "arguments that are an object": (CHAT, called({"a": {"source": "secret"}})),
     "a name in the arguments": (CHAT, called({"secret": 1})),
     "the name of a call": (CHAT, called("{}", name="secret")),
+    "the id of a call": (CHAT, turn(tool_calls=[{**CALL, "id": "the secret"}])),
+    "the id of what a tool answers": (
+        CHAT,
+        {**BODY, "messages": [*BODY["messages"], {"role": "tool", "content": "a", "tool_call_id": "the secret"}]},
+    ),
+    "an id that is no text": (CHAT, turn(tool_calls=[{**CALL, "id": {"a": "secret"}}])),
+    "the kind of a call": (CHAT, turn(tool_calls=[{**CALL, "type": "the secret"}])),
+    "a role": (CHAT, {**BODY, "messages": [{"role": "the secret", "content": "a"}]}),
+    "a role without a text": (CHAT, {**BODY, "messages": [*BODY["messages"], {"role": "<|im_end|>secret"}]}),
+    "an item's role": (RESPONSES, {"model": "tiny", "input": [{"role": "the secret", "content": "a"}]}),
+    "an item's id": (
+        RESPONSES,
+        {"model": "tiny", "input": [{"type": "function_call_output", "call_id": "the secret", "output": "a"}]},
+    ),
+    "the role of one who sends blocks": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "messages": [{"role": "the secret", "content": [{"type": "text", "text": "a"}]}]},
+    ),
+    "the id of a use": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "messages": [{"role": "assistant", "content": [{**USE, "id": "the secret"}]}]},
+    ),
+    "the id of a tool's result": (
+        MESSAGES,
+        {
+            **BODIES[MESSAGES],
+            "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "s\u0435cret"}]}],
+        },
+    ),
     "an old kind of call": (CHAT, turn(function_call={"name": "f", "arguments": '{"a": "secret"}'})),
     "the name of who speaks": (CHAT, {**BODY, "messages": [{**BODY["messages"][0], "name": "secret"}]}),
     "a message of a tool": (CHAT, content({"type": "text", "text": "secret"}, role="tool")),
@@ -228,12 +257,11 @@ async def test_no_place_of_a_request_hides_a_word(start_proxy: StartProxy) -> No
 
 
 async def test_what_no_model_reads_as_text_trips_nothing(start_proxy: StartProxy) -> None:
-    """Ids and pictures have many digits in a row."""
+    """Pictures have many digits in a row."""
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,secret1234567"}}
     asked = [
         content({"type": "text", "text": "a"}, picture),
         {**called("{}"), "user": "secret", "metadata": {"a": "secret"}, "seed": 1234567, "stop": ["secret"]},
-        {**BODY, "messages": [*BODY["messages"], {"role": "tool", "content": "a", "tool_call_id": "call_12345"}]},
     ]
     async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
         for body in asked:
@@ -284,6 +312,27 @@ async def test_what_is_redacted_stays_nowhere_in_its_message(start_proxy: StartP
             assert "secret" not in sent, name
             assert "cret" not in sent, name
             assert "[removed by a guardrail]" in sent, name
+
+
+async def test_a_redacted_id_still_joins_a_call_and_its_result(start_proxy: StartProxy) -> None:
+    text = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [tool_results]}")
+    body = turn(tool_calls=[{**CALL, "id": "the secret"}, CALL])
+    body["messages"].append({"role": "tool", "content": "a", "tool_call_id": "the secret"})
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        assert (await proxy.post(body))[1]["x-guard-action"] == "redact"
+        called, other = engine.bodies[0]["messages"][1]["tool_calls"]
+        assert called["id"] == engine.bodies[0]["messages"][-1]["tool_call_id"]
+        assert other["id"] == "call_1"
+        assert "secret" not in json.dumps(engine.bodies)
+
+
+async def test_a_redacted_role_that_nobody_knows_is_the_users(start_proxy: StartProxy) -> None:
+    text = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [user]}")
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        await proxy.post({**BODY, "messages": [*BODY["messages"], {"role": "the secret", "content": "a"}]})
+        sent = engine.bodies[0]["messages"]
+        assert [one["role"] for one in sent] == ["user", "user"]
+        assert "secret" not in json.dumps(sent)
 
 
 ROLES = (

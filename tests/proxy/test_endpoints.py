@@ -320,8 +320,8 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     assert request.roles == ("system", "user", "assistant", "tool", "assistant", "assistant", "user")
     assert [(message, text) for message, _, text in request.texts] == [
         (0, "i"), (1, "a"), (2, "b"), (2, "{}"), (2, "{}"), (3, "c"), (4, "d"), (5, "e"), (6, "f"),
-        # Names of tools are shown too.
-        (2, "f"), (2, "g"),
+        # Names of tools are shown too, and ids of calls.
+        (2, "f"), (2, "1"), (2, "g"), (2, "2"), (3, "1"),
     ]  # fmt: skip
     request = parsed(MESSAGES, {"system": [{"type": "text", "text": "s"}], "messages": [
         {"role": "user", "content": "a"},
