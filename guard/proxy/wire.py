@@ -43,6 +43,7 @@ class Piece:
     """One text of an answer, where it stands: the next part of ``channel``, or all of it where ``whole``.
 
     ``tokens``: how many, at least; of a frame's pieces one has them. ``traces``: other places that show these tokens.
+    ``spelt``: the text, where what stands there is no text but shows one; it can be taken out and not replaced.
     """
 
     choice: int
@@ -52,14 +53,15 @@ class Piece:
     tokens: int = 0
     whole: bool = False
     traces: tuple[tuple[Any, str], ...] = ()
+    spelt: str | None = None
 
     @property
     def text(self) -> str:
-        return _text(self.owner[self.key])
+        return _text(self.owner[self.key]) if self.spelt is None else self.spelt
 
     def replace(self, text: str) -> None:
         """Put another text there, and take out what else shows the old one."""
-        self.owner[self.key] = _like(self.owner[self.key], text)
+        self.owner[self.key] = _like(self.owner[self.key], text) if self.spelt is None else None
         for owner, key in self.traces:
             if key in owner:
                 owner[key] = None
@@ -84,6 +86,49 @@ def _text(value: Any) -> str:
 
 def _like(old: Any, text: str) -> Any:
     return text if isinstance(old, str) else {"redacted": text}
+
+
+TOKENS = "logprobs."
+"""Begins the names of channels that are tokens' own texts."""
+
+
+def token_pieces(choice: int, owner: Fields, key: str, *, at: str = "", whole: bool = False) -> list[Piece]:
+    """The texts that the logprobs at ``key`` show: the tokens', which may be more than the answer's text, as what comes
+    before a stop word is held back and the word itself left out; and those of the tokens that were not said, by rank.
+    """
+    return [
+        Piece(choice, f"{TOKENS}{rank}{at}", owner, key, whole=whole, spelt=text)
+        for rank, text in enumerate(_by_rank(owner.get(key)))
+        if text
+    ]
+
+
+def _by_rank(logprobs: Any) -> list[str]:
+    lists = [logprobs]
+    if isinstance(logprobs, dict):
+        lists = [logprobs.get(name) for name in ("content", "refusal", "tokens")]
+    entries = [entry for one in lists if isinstance(one, list) for entry in one]
+    others = [_others(entry) for entry in entries]
+    if isinstance(logprobs, dict) and isinstance(logprobs.get("tokens"), list):
+        others = [list(one) if isinstance(one, dict) else [] for one in logprobs.get("top_logprobs") or ()]
+    ranks = max((len(one) for one in others), default=0)
+    ranked = ["".join(one[rank] for one in others if rank < len(one)) for rank in range(ranks)]
+    return [_spelt(entries), *ranked]
+
+
+def _others(entry: Any) -> list[str]:
+    found = entry.get("top_logprobs") if isinstance(entry, dict) else None
+    return [str(one.get("token", "")) for one in found or ()]
+
+
+def _spelt(entries: list[Any]) -> str:
+    """A character may be several tokens, of which only the bytes say anything."""
+    parts = []
+    for entry in entries:
+        token = str(entry.get("token", "")) if isinstance(entry, dict) else str(entry)
+        known = entry.get("bytes") if isinstance(entry, dict) and "\ufffd" in token else None
+        parts.append(bytes(known) if known else token.encode("utf-8", "surrogatepass"))
+    return b"".join(parts).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)

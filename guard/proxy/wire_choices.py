@@ -6,6 +6,7 @@ Owns these two APIs' bodies. Never decides anything.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from guard.proxy.wire import (
     event,
     strings,
     text_slots,
+    token_pieces,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -117,18 +119,33 @@ def _pieces_of(choice: Fields) -> list[Piece]:
             found += [(f"tool.{at}.{name}", called, name) for name in ("name", "arguments")]
         called = said.get("function_call") or {}
         found += [(f"function.{name}", called, name) for name in ("name", "arguments")]
+    if isinstance(choice.get("stop_reason"), str):
+        # The stop word is what the model said last, and no part of the text.
+        found.append(("text" if "text" in choice else "content", choice, "stop_reason"))
     there = [one for one in found if one[1].get(one[2])]
-    tokens = _tokens(choice) if there else 0
-    return [
-        Piece(index, channel, owner, key, tokens if i == 0 else 0, traces=traces)
-        for i, (channel, owner, key) in enumerate(there)
-    ]
+    pieces = [Piece(index, channel, owner, key, traces=traces) for channel, owner, key in there]
+    pieces += token_pieces(index, choice, "logprobs")
+    return [replace(pieces[0], tokens=_tokens(choice)), *pieces[1:]] if pieces else []
 
 
 def _tokens(choice: Fields) -> int:
     logprobs = choice.get("logprobs") or {}
     shown = logprobs.get("content") or logprobs.get("tokens") or choice.get("token_ids") or ()
     return max(1, len(shown))
+
+
+def hide_token_ids(fields: Fields, answer: Any) -> bool:
+    """Take token ids out of an answer to a request with stop words: they go further than the text, and what they spell
+    is not known here. Whether there were any."""
+    if not fields.get("stop"):
+        return False
+    hidden = False
+    names = ("token_ids", "logprobs") if fields.get("return_tokens_as_token_ids") else ("token_ids",)
+    for choice in answer.get("choices") or () if isinstance(answer, dict) else ():
+        for name in names:
+            if choice.get(name) is not None:
+                choice[name], hidden = None, True
+    return hidden
 
 
 def _words(channel: str) -> bool:

@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, all_read, around, event, strings, text_slots
+from guard.proxy.wire import (
+    TOKENS,
+    Ending,
+    Fields,
+    Form,
+    Piece,
+    Slot,
+    all_read,
+    around,
+    event,
+    strings,
+    text_slots,
+    token_pieces,
+)
 
 RESPONSES = "/v1/responses"
 ELSEWHERE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
@@ -90,10 +104,11 @@ def _beside(fields: Fields) -> list[Slot]:
 def _pieces(value: Any) -> list[Piece]:
     kind = str(value.get("type", ""))
     if kind.endswith(".delta"):
-        if not isinstance(value.get("delta"), str) or not value["delta"]:
-            return []
+        shown = token_pieces(0, value, "logprobs", at=f".{_channel(value, kind)}")
+        if isinstance(value.get("delta"), str) and value["delta"]:
+            shown = [Piece(0, _channel(value, kind), value, "delta", traces=((value, "logprobs"),)), *shown]
         tokens = max(1, len(value.get("logprobs") or ()))
-        return [Piece(0, _channel(value, kind), value, "delta", tokens, traces=((value, "logprobs"),))]
+        return [replace(shown[0], tokens=tokens), *shown[1:]] if shown else []
     ended = ("text", "arguments", "refusal", "name") if kind else ()
     found = [(_channel(value, kind), value, name) for name in ended]
     found += _of_part(_channel(value, kind), value.get("part") or {})
@@ -103,10 +118,17 @@ def _pieces(value: Any) -> list[Piece]:
     for i, item in enumerate(answer.get("output") or ()):
         found += _of_item(str(i), item)
     tokens = 1 if value.get("object") == "response" else 0
-    return [
+    pieces = [
         Piece(0, channel, owner, name, tokens if i == 0 else 0, whole=True, traces=((owner, "logprobs"),))
         for i, (channel, owner, name) in enumerate(one for one in found if one[1].get(one[2]))
     ]
+    shown = {(id(owner), name): (channel, owner) for channel, owner, name in found if name == "text"}
+    tokens_of = [
+        piece
+        for channel, owner in shown.values()
+        for piece in token_pieces(0, owner, "logprobs", at=f".{channel}", whole=True)
+    ]
+    return pieces + tokens_of
 
 
 def _channel(value: Fields, kind: str) -> str:
@@ -126,6 +148,8 @@ def _of_part(channel: str, part: Fields) -> list[tuple[str, Fields, str]]:
 
 
 def _words(channel: str) -> bool:
+    if channel.startswith(TOKENS):
+        return False
     return ".output_text." in f"{channel}." or (".content." in channel and channel.endswith(".text"))
 
 

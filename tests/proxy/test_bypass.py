@@ -215,6 +215,14 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
         {"model": "tiny", "input": [{"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "secret"}]},
     ),
     "the system's part": (MESSAGES, {**BODIES[MESSAGES], "system": [{"type": "text", "text": "secret"}]}),
+    "a system prompt that begins as one client's does": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "system": "x-anthropic-billing-header: the secret"},
+    ),
+    "a block of the system's that vLLM leaves out, and others do not": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "system": [{"type": "text", "text": "x-anthropic-billing-header: the secret"}]},
+    ),
     "a block of thoughts": (
         MESSAGES,
         {
@@ -428,6 +436,77 @@ async def test_a_word_at_the_end_of_a_huge_context_is_found(start_proxy: StartPr
             assert (await proxy.post(body))[0] == 400
         assert (await proxy.post({**BODY, "messages": filler}))[0] == 200
         assert len(engine.bodies) == 1
+
+
+def shown(*tokens: str, others: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Logprobs of these tokens, with others of which one more was likely at each."""
+    likely = [[{"token": one, "logprob": -2.0, "bytes": None}] for one in others] or [[] for _ in tokens]
+    return {
+        "content": [
+            {"token": one, "logprob": -1.0, "bytes": None, "top_logprobs": more}
+            for one, more in zip(tokens, likely, strict=True)
+        ]
+    }
+
+
+BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "logprobs of a stop word": ({"logprobs": shown("ok", " sec", "ret")}, {}),
+    "the likely tokens that were not said": ({"logprobs": shown("a", "b", "c", others=("x", "sec", "ret"))}, {}),
+    "characters of several tokens": (
+        {
+            "logprobs": {
+                "content": [
+                    {"token": "\ufffd", "bytes": [0xD1], "top_logprobs": []},
+                    {"token": "\ufffdecret", "bytes": [0x95, *b"ecret"], "top_logprobs": []},
+                ]
+            }
+        },
+        {},
+    ),
+    "the stop word": ({"stop_reason": "ret"}, {"content": "ok sec"}),
+    "the stop word alone": ({"stop_reason": "secret"}, {}),
+}
+
+
+@both
+@pytest.mark.parametrize("contract", ["hold", "window"])
+@pytest.mark.parametrize("name", list(BEYOND))
+async def test_what_a_model_said_beyond_the_text_is_judged_too(
+    start_proxy: StartProxy, name: str, contract: str, stream: bool
+) -> None:
+    beside, text = BEYOND[name]
+    message = {"role": "assistant", "content": "ok", **text}
+    whole = {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop", **beside}]}
+    parts = [
+        chunk(0, {"content": message["content"]}),
+        chunk(0, {}, logprobs=beside.get("logprobs")),
+        chunk(0, {}, "stop", **{key: value for key, value in beside.items() if key != "logprobs"}),
+        DONE,
+    ]
+    # The words of a text that is held back come later than its logprobs, if at all.
+    engine = FakeEngine(frames=parts, body=json.dumps(whole).encode(), word_delay_s=0.01)
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        status, _, raw = await proxy.post({**BODY, "stream": stream})
+        assert b"ret" not in raw
+        assert status == 400 or finishes(chunks(raw)) == {0: "content_filter"}
+        text_of_redaction = policy(contract, action="redact", more="    redact: {replacement: '[X]'}\n")
+    async with running(engine), start_proxy(engine, text_of_redaction) as proxy:
+        status, _, raw = await proxy.post({**BODY, "stream": stream})
+        assert status == 200
+        assert b"ecret" not in raw
+        assert b"ret" not in raw
+
+
+@both
+async def test_token_ids_beyond_the_text_never_leave_and_others_do(start_proxy: StartProxy, stream: bool) -> None:
+    ids = {"token_ids": [5, 6, 7]}
+    message = {"role": "assistant", "content": "ok"}
+    whole = {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop", **ids}]}
+    frames = [chunk(0, {"content": "ok"}, **ids), chunk(0, {}, "stop", **ids), DONE]
+    engine = FakeEngine(frames=frames, body=json.dumps(whole).encode())
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        assert b"[5" not in (await proxy.post({**BODY, "stream": stream, "stop": ["ret"]}))[2]
+        assert b"[5" in (await proxy.post({**BODY, "stream": stream}))[2]
 
 
 ONE = {"role": "user", "content": "a"}

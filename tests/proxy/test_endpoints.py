@@ -334,7 +334,7 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     ]})  # fmt: skip
     assert request.roles == ("system", "user", "assistant", "tool", "user", "user", "tool")
     assert [(message, text) for message, _, text in request.texts] == [
-        (0, "s"), (1, "a"), (2, '{"x": "b"}'), (3, "c"), (5, "d"), (6, "e"), (2, "f"),
+        (0, "s"), (1, "a"), (2, '{"x": "b"}'), (3, "c"), (5, "d"), (6, "e"), (2, "1"), (2, "f"), (3, "1"), (6, "1"),
     ]  # fmt: skip
 
 
