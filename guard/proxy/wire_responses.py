@@ -122,10 +122,10 @@ def _pieces(value: Any) -> list[Piece]:
         Piece(0, channel, owner, name, tokens if i == 0 else 0, whole=True, traces=((owner, "logprobs"),))
         for i, (channel, owner, name) in enumerate(one for one in found if one[1].get(one[2]))
     ]
-    shown = {(id(owner), name): (channel, owner) for channel, owner, name in found if name == "text"}
+    owners = {(id(owner), name): (channel, owner) for channel, owner, name in found if name == "text"}
     tokens_of = [
         piece
-        for channel, owner in shown.values()
+        for channel, owner in owners.values()
         for piece in token_pieces(0, owner, "logprobs", at=f".{channel}", whole=True)
     ]
     return pieces + tokens_of

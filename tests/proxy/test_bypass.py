@@ -52,6 +52,8 @@ DISGUISES = {
     "escaped as JSON does": "\\u0073e\\u0063ret",
     "escaped twice": "\\\\u0073ecret",
     "escaped, and Cyrillic": "\\u0455ecret",
+    "a long s": "\u017fecret",
+    "letters with hooks and strokes": "\u0282\u0247\u023c\u027d\u0247\u0167",
     "digits of another script": "\u0661\u0662\u0663\u0664",
     "fullwidth digits": "\uff11\uff12\uff13\uff14",
 }
