@@ -49,8 +49,10 @@ def _beside(fields: Fields) -> list[Slot]:
 
 
 def _unread(fields: Fields) -> str:
+    if "messages" in fields:
+        return chat_form.unread(fields)
     given = fields.get("input", "")
-    texts = "messages" in fields or isinstance(given, str) or all(isinstance(one, str) for one in given)
+    texts = isinstance(given, str) or all(isinstance(one, str) for one in given)
     return "" if texts else AS_TOKENS
 
 

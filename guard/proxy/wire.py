@@ -258,10 +258,16 @@ NOT_SHOWN = frozenset(("cache_control",))
 MEDIA = frozenset(
     (
         "image_url", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds", "video_url",
-        "video_embeds", "file", "file_data", "encrypted_content", "signature", "source",
+        "video_embeds", "file_data", "encrypted_content", "signature",
     )
 )  # fmt: skip
 """Fields of parts whose text is no text."""
+
+SOURCE, FILE = "source", "file"
+"""Fields of parts that hold a picture, a document or a file, or say where it is."""
+
+FILES = ("file_data", "file_id", "file_url")
+UNREAD_FILE = "a document or a file is in the prompt, whose text the guard does not have"
 
 STRUCTURE = frozenset(("content", "tool_calls", "function", "function_call", "summary", "output"))
 """Fields of messages and their parts that hold parts."""
@@ -283,6 +289,10 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Sl
                 if slot := _named(message, one, key):
                     yield slot
                 continue
+            if builds and key in (SOURCE, FILE) and isinstance(inner, dict):
+                waiting += [(readable, True) for readable in _readable(key, inner)]
+                yield from _text_of(message, inner)
+                continue
             if named and not builds:
                 # A copy: a name is read, and stays.
                 yield Slot(message, -1, [key], 0)
@@ -290,6 +300,37 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Sl
                 yield Slot(message, -1, one, key)
             else:
                 waiting.append((inner, builds and (not named or key in STRUCTURE)))
+
+
+def _readable(key: str, held: Fields) -> list[Any]:
+    """What of a part's source, or file, is built as messages are."""
+    return [held["content"]] if key == SOURCE and held.get("type") == "content" and "content" in held else []
+
+
+def _text_of(message: int, held: Fields) -> list[Slot]:
+    """Texts of a part's source or file: of a plain document, or the name."""
+    names = ["filename", *(("data",) if held.get("type") == "text" else ("content",))]
+    return [Slot(message, -1, held, name) for name in names if isinstance(held.get(name), str)]
+
+
+def unread_files(fields: Fields) -> str:
+    """Why the texts of a request's messages are not all that a model may read of them."""
+    waiting = [fields.get(name) for name in ("messages", "input", "system")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        if not isinstance(one, dict):
+            continue
+        held, source = one.get(FILE), one.get(SOURCE)
+        if any(name in place for place in (one, held) if isinstance(place, dict) for name in FILES):
+            return UNREAD_FILE
+        if isinstance(source, dict) and one.get("type") != "image":
+            if source.get("type") not in ("text", "content"):
+                return UNREAD_FILE
+            waiting.append(source.get("content"))
+        waiting += [one[name] for name in STRUCTURE if name in one]
+    return ""
 
 
 def _named(message: int, owner: Fields, key: str) -> Slot | None:
@@ -319,11 +360,6 @@ def around(fields: Fields) -> list[Slot]:
     """Texts of these fields."""
     texts = [Slot(-1, -1, fields, name) for name in AROUND if isinstance(fields.get(name), str)]
     return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name))]
-
-
-def all_read(_fields: Fields) -> str:
-    """For APIs whose prompts are always text."""
-    return ""
 
 
 def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot]:

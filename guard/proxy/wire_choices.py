@@ -18,13 +18,13 @@ from guard.proxy.wire import (
     Form,
     Piece,
     Slot,
-    all_read,
     around,
     check_messages,
     event,
     strings,
     text_slots,
     token_pieces,
+    unread_files,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -215,7 +215,7 @@ chat_form = Form(
     roles=lambda fields: tuple(message["role"] for message in fields["messages"]),
     slots=_slots_of_messages,
     beside=_beside_messages,
-    unread=all_read,
+    unread=unread_files,
     choices=_number_of_choices,
     words=_words,
     pieces=_pieces,

@@ -14,13 +14,13 @@ from guard.proxy.wire import (
     Form,
     Piece,
     Slot,
-    all_read,
     around,
     check_messages,
     event,
     role_slot,
     strings,
     text_slots,
+    unread_files,
 )
 
 MESSAGES = "/v1/messages"
@@ -149,7 +149,7 @@ messages_form = Form(
     roles=lambda fields: tuple(role for role, _, _ in _messages(fields)),
     slots=lambda fields: [slot for _, slots, _ in _messages(fields) for slot in slots],
     beside=_beside,
-    unread=all_read,
+    unread=unread_files,
     choices=lambda fields: 1,
     words=_words,
     pieces=_pieces,

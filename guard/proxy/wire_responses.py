@@ -18,12 +18,12 @@ from guard.proxy.wire import (
     Form,
     Piece,
     Slot,
-    all_read,
     around,
     event,
     strings,
     text_slots,
     token_pieces,
+    unread_files,
 )
 
 RESPONSES = "/v1/responses"
@@ -218,7 +218,7 @@ responses_form = Form(
     roles=_roles,
     slots=_slots,
     beside=_beside,
-    unread=all_read,
+    unread=unread_files,
     choices=lambda fields: 1,
     words=_words,
     pieces=_pieces,

@@ -131,6 +131,11 @@ def content(*parts: Any, role: str = "user") -> dict[str, Any]:
     return {**BODY, "messages": [{"role": role, "content": list(parts)}]}
 
 
+def document(source: Any, **more: Any) -> dict[str, Any]:
+    block = {"type": "document", "source": source, **more}
+    return {**BODIES[MESSAGES], "messages": [{"role": "user", "content": [block]}]}
+
+
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 USE = {"type": "tool_use", "id": "1", "name": "f"}
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -225,6 +230,15 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
         MESSAGES,
         {**BODIES[MESSAGES], "system": [{"type": "text", "text": "x-anthropic-billing-header: the secret"}]},
     ),
+    "a plain document": (MESSAGES, document({"type": "text", "media_type": "text/plain", "data": "secret"})),
+    "a document of parts": (
+        MESSAGES,
+        document({"type": "content", "content": [{"type": "text", "text": "secret"}]}),
+    ),
+    "a document of one text": (MESSAGES, document({"type": "content", "content": "secret"})),
+    "a document's title": (MESSAGES, document({"type": "text", "data": "a"}, title="secret")),
+    "where a result of a search is from": (MESSAGES, document("https://secret", type="search_result", content=[])),
+    "a file's name": (CHAT, content({"type": "file", "file": {"filename": "secret"}})),
     "a block of thoughts": (
         MESSAGES,
         {
@@ -301,6 +315,34 @@ async def test_a_prompt_in_tokens_is_text_that_was_not_read_and_not_clean(start_
     async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
         status, _, raw = await proxy.post(content({"type": "text", "text": "a"}, embeds))
         assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[0].content")
+
+
+async def test_a_document_that_cannot_be_read_is_not_clean(start_proxy: StartProxy) -> None:
+    data = "data:text/plain;base64,c2VjcmV0"
+    base64 = {"type": "base64", "media_type": "application/pdf", "data": "c2VjcmV0"}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "document", "source": base64}]}
+    asked = {
+        "a file": (CHAT, content({"type": "file", "file": {"file_data": data}})),
+        "a file elsewhere": (CHAT, content({"type": "file", "file": {"file_id": "f"}})),
+        "an item's file": (
+            RESPONSES,
+            {"model": "tiny", "input": [{"role": "user", "content": [{"type": "input_file", "file_url": "http://a"}]}]},
+        ),
+        "a document": (MESSAGES, document(base64)),
+        "a document elsewhere": (MESSAGES, document({"type": "url", "url": "http://a"})),
+        "a tool's document": (MESSAGES, {**BODIES[MESSAGES], "messages": [{"role": "user", "content": [result]}]}),
+        "a file to embed": (EMBEDDINGS, content({"type": "file", "file": {"file_id": "f"}})),
+    }
+    text = PROMPT_RULE.replace("action: block", "action: block, on_error: block")
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "secret"}}
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        assert {status for status, _ in (await outcomes(proxy, asked)).values()} == {503}
+        assert not engine.bodies
+        assert {entry["detectors"]["text"] for entry in await proxy.entries(len(asked))} == {
+            "unavailable: a document or a file is in the prompt, whose text the guard does not have"
+        }
+        body = {**BODIES[MESSAGES], "messages": [{"role": "user", "content": [picture]}]}
+        assert (await proxy.post(body, path=MESSAGES))[0] == 200
 
 
 IN_TOOLS_OR_ANSWERS = (
