@@ -160,7 +160,7 @@ def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
 
 
 def _ends(frame: bytes) -> bool:
-    return frame.startswith(b"data: [DONE]")
+    return frame.startswith((b"data: [DONE]", b"data:[DONE]"))
 
 
 def _usage(ending: Ending) -> Fields:
