@@ -352,7 +352,10 @@ def role_slot(message: int, owner: Fields) -> Slot | None:
 
 AS_TOKENS = "the prompt is given as tokens, whose text the guard does not have"
 
-AROUND = ("tools", "functions", "documents", "chat_template_kwargs", "suffix")
+AROUND = (
+    *("tools", "functions", "documents", "chat_template_kwargs", "suffix"),
+    *("response_format", "text", "output_format", "output_config"),
+)
 """Fields of a request that templates show outside of all messages."""
 
 

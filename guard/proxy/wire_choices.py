@@ -117,8 +117,12 @@ def _pieces_of(choice: Fields) -> list[Piece]:
         for i, call in enumerate(said.get("tool_calls") or ()):
             called, at = call.get("function") or {}, call.get("index", i)
             found += [(f"tool.{at}.{name}", called, name) for name in ("name", "arguments")]
+            found += [(f"tool.{at}.custom.{name}", call.get("custom") or {}, name) for name in ("name", "input")]
         called = said.get("function_call") or {}
         found += [(f"function.{name}", called, name) for name in ("name", "arguments")]
+        found.append(("audio.transcript", said.get("audio") or {}, "transcript"))
+        for i, detail in enumerate(said.get("reasoning_details") or ()):
+            found += [(f"detail.{detail.get('index', i)}.{name}", detail, name) for name in ("text", "summary")]
     if isinstance(choice.get("stop_reason"), str):
         # The stop word is what the model said last, and no part of the text.
         found.append(("text" if "text" in choice else "content", choice, "stop_reason"))

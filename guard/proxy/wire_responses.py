@@ -109,8 +109,8 @@ def _pieces(value: Any) -> list[Piece]:
             shown = [Piece(0, _channel(value, kind), value, "delta", traces=((value, "logprobs"),)), *shown]
         tokens = max(1, len(value.get("logprobs") or ()))
         return [replace(shown[0], tokens=tokens), *shown[1:]] if shown else []
-    ended = ("text", "arguments", "refusal", "name") if kind else ()
-    found = [(_channel(value, kind), value, name) for name in ended]
+    ended = ("text", "arguments", "refusal", "name", "code", "input") if kind else ()
+    found: list[tuple[str, Any, Any]] = [(_channel(value, kind), value, name) for name in ended]
     found += _of_part(_channel(value, kind), value.get("part") or {})
     found += _of_item(str(value.get("output_index")), value.get("item") or {})
     # A whole answer is what the last event of a stream has inside.
@@ -119,8 +119,8 @@ def _pieces(value: Any) -> list[Piece]:
         found += _of_item(str(i), item)
     tokens = 1 if value.get("object") == "response" else 0
     pieces = [
-        Piece(0, channel, owner, name, tokens if i == 0 else 0, whole=True, traces=((owner, "logprobs"),))
-        for i, (channel, owner, name) in enumerate(one for one in found if one[1].get(one[2]))
+        Piece(0, channel, owner, name, tokens if i == 0 else 0, whole=True, traces=_traces(owner))
+        for i, (channel, owner, name) in enumerate(one for one in found if _filled(one[1], one[2]))
     ]
     owners = {(id(owner), name): (channel, owner) for channel, owner, name in found if name == "text"}
     tokens_of = [
@@ -131,12 +131,26 @@ def _pieces(value: Any) -> list[Piece]:
     return pieces + tokens_of
 
 
+def _traces(owner: Any) -> tuple[tuple[Any, str], ...]:
+    return ((owner, "logprobs"),) if isinstance(owner, dict) else ()
+
+
+def _filled(owner: Any, key: Any) -> bool:
+    return bool(owner.get(key) if isinstance(owner, dict) else owner[key])
+
+
 def _channel(value: Fields, kind: str) -> str:
     return f"{value.get('output_index')}.{kind.rpartition('.')[0]}.{value.get('content_index', 0)}"
 
 
-def _of_item(at: str, item: Fields) -> list[tuple[str, Fields, str]]:
-    found = [(f"{at}.item.{name}", item, name) for name in ("arguments", "name", "input")]
+def _of_item(at: str, item: Fields) -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = [
+        (f"{at}.item.{name}", item, name) for name in ("arguments", "name", "input", "code")
+    ]
+    for name in ("action", "output", "outputs", "results", "queries", "error"):
+        if isinstance(item.get(name), str):
+            found.append((f"{at}.item.{name}", item, name))
+        found += [(f"{at}.item.{name}.{i}", slot.owner, slot.key) for i, slot in enumerate(strings(0, item.get(name)))]
     for list_name in SUMMARIES:
         for j, part in enumerate(item.get(list_name) or ()):
             found += _of_part(f"{at}.{list_name}.{j}", part)

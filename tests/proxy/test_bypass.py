@@ -196,6 +196,14 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
         CHAT,
         {**BODY, "messages": [*BODY["messages"], {"role": "developer", "content": "a", "tools": [{"name": "secret"}]}]},
     ),
+    "a description in a form of answers": (
+        CHAT,
+        {**BODY, "response_format": {"type": "json_schema", "json_schema": {"schema": {"description": "secret"}}}},
+    ),
+    "a description in a form of responses": (
+        RESPONSES,
+        {**BODIES[RESPONSES], "text": {"format": {"type": "json_schema", "schema": {"description": "secret"}}}},
+    ),
     "a document": (CHAT, {**BODY, "documents": [{"title": "t", "text": "secret"}]}),
     "an argument of the template": (CHAT, {**BODY, "chat_template_kwargs": {"date_string": "secret"}}),
     "a token that the template writes": (CHAT, {**BODY, "chat_template_kwargs": {"bos_token": "secret"}}),
@@ -539,6 +547,35 @@ async def test_what_a_model_said_beyond_the_text_is_judged_too(
         assert status == 200
         assert b"ecret" not in raw
         assert b"ret" not in raw
+
+
+def choice(**message: Any) -> bytes:
+    message = {"role": "assistant", "content": None, **message}
+    return json.dumps({"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+
+
+def item(kind: str, **more: Any) -> bytes:
+    return json.dumps({"id": "r", "object": "response", "output": [{"type": kind, **more}]}).encode()
+
+
+FIELDS: dict[str, tuple[str, bytes]] = {
+    "a custom tool's input": (CHAT, choice(tool_calls=[{"type": "custom", "custom": {"input": "secret"}}])),
+    "what is spoken": (CHAT, choice(audio={"id": "a", "data": "", "transcript": "secret"})),
+    "details of reasoning": (CHAT, choice(reasoning_details=[{"type": "reasoning.text", "text": "secret"}])),
+    "code": (RESPONSES, item("code_interpreter_call", code="secret")),
+    "what code wrote": (RESPONSES, item("code_interpreter_call", outputs=[{"type": "logs", "logs": "secret"}])),
+    "a search": (RESPONSES, item("web_search_call", action={"type": "search", "query": "secret"})),
+    "a command": (RESPONSES, item("local_shell_call", action={"type": "exec", "command": ["echo", "secret"]})),
+    "what a tool elsewhere says": (RESPONSES, item("mcp_call", arguments="{}", output="secret")),
+    "a stop word": (MESSAGES, json.dumps({"type": "message", "content": [], "stop_sequence": "secret"}).encode()),
+}
+
+
+async def test_no_field_of_an_answer_hides_a_word(start_proxy: StartProxy) -> None:
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        for name, (path, engine.body) in FIELDS.items():
+            assert (await proxy.post(BODIES[path], path=path))[0] == 400, name
 
 
 @both
