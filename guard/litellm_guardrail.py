@@ -32,7 +32,7 @@ from litellm.types.guardrails import GuardrailEventHooks
 from guard.data import data_folder
 from guard.policy import Decision, Judges, PolicyError, Question, bind, build_detectors, load_policy
 from guard.policy.judges import judges
-from guard.proxy.body import OURS, GuardedRequest
+from guard.proxy.body import OURS, GuardedRequest, check_size
 from guard.proxy.chat import redacted_and_routed
 from guard.proxy.embeddings import embeddings_form
 from guard.proxy.errors import ApiError
@@ -77,7 +77,8 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
     of a vLLM with the plugin and the taps that the policy needs, ``engine_model`` its model's name if that is not the
     client's, ``engine_api_key_env`` the environment variable with its key. Other options are LiteLLM's.
 
-    Raises ``PolicyError``, for rules too that LiteLLM has no way for: those that steer, retry or route.
+    Raises ``PolicyError``, for rules too that LiteLLM has no way for: those that steer, retry or route, and those of a
+    stage that the guardrail's mode leaves out.
     """
 
     def __init__(
@@ -93,7 +94,11 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         hooks = [GuardrailEventHooks.pre_call, GuardrailEventHooks.post_call]
         super().__init__(supported_event_hooks=hooks, **options)
         loaded = load_policy(Path(policy))
+        called = _hooks(options.get("event_hook"))
         for i, rule in enumerate(loaded.policy.rules):
+            needed = "pre_call" if rule.stage == "prompt" else "post_call"
+            if called is not None and needed not in called and rule.mode == loaded.policy.mode == "enforce":
+                raise loaded.error(("rules", i), f"LiteLLM would never ask it: add {needed} to the guardrail's mode")
             if rule.action not in ACTIONS and rule.mode == loaded.policy.mode == "enforce":
                 raise loaded.error(("rules", i, "action"), f"inside LiteLLM a rule can {', '.join(ACTIONS)}")
         folder = Path(model_configs) if model_configs else data_folder("model_configs")
@@ -116,6 +121,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         fields = {name: data[name] for name in TEXTS if name in data}
         request = GuardedRequest(form, fields | {"model": str(data.get("model"))})
         try:
+            check_size(request.fields)
             form.check(request.fields)
         except ApiError as error:
             raise HTTPException(error.status, {"error": str(error)}) from None
@@ -205,6 +211,13 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
             raise _blocked(decision)
         for frame in frames:
             answer.redact(frame)
+
+
+def _hooks(mode: Any) -> set[str] | None:
+    """Names of the hooks that LiteLLM calls; None where tags decide it for each request, or nothing does."""
+    listed = mode if isinstance(mode, list) else [mode]
+    names = {one.value if isinstance(one, GuardrailEventHooks) else one for one in listed}
+    return names if all(isinstance(one, str) for one in names) else None
 
 
 async def _nothing() -> Finding:

@@ -172,6 +172,14 @@ class Settings(BaseSettings):
     def _split_at_commas(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
+    @field_validator("passed_paths")
+    @classmethod
+    def _are_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            if not one.startswith("/"):
+                raise ValueError(f"a path begins with a slash: /{one}")
+        return value
+
     @field_validator("api_key_hashes")
     @classmethod
     def _are_hashes(cls, value: tuple[str, ...]) -> tuple[str, ...]:

@@ -150,6 +150,12 @@ async def stream_of(chunks: list[Any]) -> AsyncIterator[Any]:
         yield chunk
 
 
+@pytest.mark.parametrize(("mode", "missing"), [("pre_call", "post_call"), (["post_call"], "pre_call")])
+def test_rules_of_a_stage_that_the_mode_leaves_out_stop_the_start(make: Make, mode: Any, missing: str) -> None:
+    with pytest.raises(PolicyError, match=rf"policy.yaml:\d+: rules.\d: LiteLLM would never ask it: add {missing}"):
+        make(event_hook=mode)
+
+
 def test_rules_that_litellm_has_no_way_for_stop_the_start(make: Make) -> None:
     steering = "    action: steer\n    steer: [{vector: calm, layer: 3, coefficient: 2}]\n"
     text = IN_MODEL + "  - name: calm\n    when: {detector: danger, at_least: 0.5}\n" + steering

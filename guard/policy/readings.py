@@ -39,6 +39,8 @@ MAX_KNOWN_CHARACTERS = 1 << 15
 
 WORDS_APART = "\t\n\r"
 SMALL_CAPITAL = "LATIN LETTER SMALL CAPITAL "
+CHANGED_LETTER = re.compile(r"LATIN (SMALL|CAPITAL) LETTER (?:LONG |DOTLESS |SCRIPT )?([A-Z])(?: WITH .+| BAR)?")
+"""Names of letters with a hook, a stroke or a tail, which no decomposition takes off."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,10 @@ def _look_alike(character: str) -> str | None:
     name = unicodedata.name(character, "")
     if name.startswith(SMALL_CAPITAL) and len(letter := name.removeprefix(SMALL_CAPITAL)) == 1:
         return letter.lower()
+    if (changed := CHANGED_LETTER.fullmatch(name)) is not None:
+        return changed[2].lower() if changed[1] == "SMALL" else changed[2]
+    if len(same := unicodedata.normalize("NFKD", character)) == 1 and same.isascii() and same.isalnum():
+        return same
     return _look_alikes().get(character)
 
 

@@ -33,7 +33,7 @@ from guard.proxy.passing import other
 from guard.proxy.recording import Recorded
 from guard.proxy.relay import relay_whole
 from guard.proxy.services import EMBEDDINGS, FORMS, MODELS, OTHER, Services
-from guard.settings import Settings
+from guard.settings import Settings, SettingsError
 
 UNREADABLE_LIST = "the model server's list of models cannot be read"
 
@@ -60,6 +60,10 @@ def application(services: Services) -> ASGIApp:
         Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)),
         *monitor_routes(services),
     ]
+    own = {EMBEDDINGS, MODELS, *(form.route for form in FORMS)}
+    for path in services.settings.passed_paths:
+        if path in own or path.startswith(f"{MODELS}/"):
+            raise SettingsError(f"passed_paths (GUARD_PASSED_PATHS): {path} is guarded, and cannot pass as it is")
     router = Router(routes, redirect_slashes=False, lifespan=lifespan)
     router.default = Recorded(services, OTHER, other)
     return router

@@ -5,18 +5,20 @@ Owns what is refused at the edge. Every field that is not ours passes as it is.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 from typing import Any, Generic, NoReturn, TypeVar
 
 from guard.mia.spec import FOREIGN_KEYS
-from guard.policy.conversation import places
+from guard.policy.conversation import places, roles_named
 from guard.policy.measuring import Part
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Texts
+from guard.proxy.wire import IDS, Texts
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -24,6 +26,21 @@ F_co = TypeVar("F_co", bound=Texts, covariant=True)
 OURS = "mia"
 """The key of ``vllm_xargs`` under which the guard asks."""
 
+MAX_MESSAGES = 10_000
+"""Most messages, or items, of one request."""
+
+MAX_PARTS = 20_000
+"""Most parts of all its messages together."""
+
+MAX_TOOLS = 2_000
+"""Most tools, or functions, of one request."""
+
+MAX_VALUES = 100_000
+"""Most texts, fields, lists and objects in a body, at any depth: each may be a text of its own to judge, however short.
+Numbers do not count: a prompt in tokens has many."""
+
+QUICK_BYTES = 64 * 1024
+"""Bodies up to this length are parsed at once; longer ones in a thread, so that nobody else waits."""
 
 UNMEASURABLE: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
@@ -50,12 +67,12 @@ class GuardedRequest(Generic[F_co]):
     def streamed(self) -> bool:
         return self.fields.get("stream") is True
 
-    @property
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         """Of the messages, in order, as the model sees them."""
         return self.form.roles(self.fields)
 
-    @property
+    @cached_property
     def texts(self) -> list[Part]:
         """Every text of the messages, and what else the model may be shown."""
         slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
@@ -79,13 +96,22 @@ class GuardedRequest(Generic[F_co]):
     def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest[F_co]:
         """The same with the texts of all messages that are meant replaced, and what else templates may show of them."""
         fields, roles = copy.deepcopy(self.fields), self.roles
-        slots, meant = self.form.slots(fields), places(selectors, roles)
+        slots, meant, named = self.form.slots(fields), places(selectors, roles), roles_named(selectors)
         parts: dict[int, int] = {}
         for slot in slots:
             parts[slot.message] = max(parts.get(slot.message, 0), slot.part + 1)
-        for slot in [*slots, *self.form.beside(fields)]:
+        everything = [*slots, *self.form.beside(fields)]
+        ids: set[str] = set()
+        for slot in everything:
             places_of = (None,) if slot.part < 0 else (None, slot.part, slot.part - parts[slot.message])
-            if meant & {(slot.message, part) for part in places_of}:
+            if meant & {(slot.message, part) for part in places_of} and not (slot.key == "role" and slot.text in named):
+                if slot.key in IDS:
+                    ids.add(slot.text)
+                else:
+                    slot.replace(replacement)
+        # An id stands in the call and in its result; what joined them still does.
+        for slot in everything:
+            if slot.key in IDS and slot.text in ids:
                 slot.replace(replacement)
         return replace(self, fields=fields)
 
@@ -100,9 +126,15 @@ class GuardedRequest(Generic[F_co]):
             raise InvalidRequestError("the body is nested too deeply") from None
 
 
+async def parsed(form: F, raw: bytes) -> GuardedRequest[F]:
+    """As ``parse_request``; long bodies in a thread."""
+    return parse_request(form, raw) if len(raw) <= QUICK_BYTES else await asyncio.to_thread(parse_request, form, raw)
+
+
 def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     """Raises ``InvalidRequestError`` that names the field; never another exception."""
     fields = _parse_object(raw)
+    check_size(fields)
     if not isinstance(fields.get("model"), str) or not fields["model"]:
         raise InvalidRequestError("model must be a string that is not empty", "model")
     form.check(fields)
@@ -127,6 +159,38 @@ def _check_measurable(fields: dict[str, Any]) -> None:
         for name, harmless in UNMEASURABLE.items():
             if name in given and given[name] not in harmless:
                 raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
+
+
+def check_size(fields: dict[str, Any]) -> None:
+    """Raises ``InvalidRequestError`` for more than a request may have: each takes time, in the guard and in vLLM."""
+    for name, most in (("tools", MAX_TOOLS), ("functions", MAX_TOOLS), ("messages", MAX_MESSAGES)):
+        _check_length(name, fields.get(name), most)
+    messages = fields.get("messages")
+    given = fields.get("input")
+    if isinstance(given, list) and any(isinstance(item, dict) for item in given):
+        _check_length("input", given, MAX_MESSAGES)
+        messages = given
+    contents = [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    if parts > MAX_PARTS:
+        raise InvalidRequestError(
+            f"the messages have {parts} parts together; at most {MAX_PARTS} are taken", "messages"
+        )
+    left = MAX_VALUES
+    waiting: list[Any] = [fields]
+    while waiting:
+        one = waiting.pop()
+        inside = one.values() if isinstance(one, dict) else one
+        found = [inner for inner in inside if isinstance(inner, str | list | dict)]
+        left -= len(one) if isinstance(one, dict) else len(found)
+        if left < 0:
+            raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
+        waiting += [inner for inner in found if not isinstance(inner, str)]
+
+
+def _check_length(name: str, value: Any, most: int) -> None:
+    if isinstance(value, list) and len(value) > most:
+        raise InvalidRequestError(f"{name} has {len(value)} entries; at most {most} are taken", name)
 
 
 def _parse_object(raw: bytes) -> dict[str, Any]:

@@ -39,12 +39,18 @@ class ByteStream:
 
     async def frames(self) -> list[bytes]:
         """Whole server-sent events, each with its blank line, as many as are there; none at the end."""
-        while (end := self._buffer.rfind(b"\n\n")) < 0:
+        while (end := self._end_of_frames()) < 0:
             if not await self._fill():
                 return []
         whole = bytes(self._buffer[: end + 2])
         del self._buffer[: end + 2]
         return [frame + b"\n\n" for frame in whole.split(b"\n\n")[:-1]]
+
+    def _end_of_frames(self) -> int:
+        """Where the last blank line is. Lines may end in CRLF, too; the JSON in them has no such character."""
+        if b"\r\n" in self._buffer:
+            self._buffer = self._buffer.replace(b"\r\n", b"\n")
+        return self._buffer.rfind(b"\n\n")
 
     async def rest(self) -> bytes:
         """Everything up to the end."""

@@ -17,7 +17,7 @@ from guard.policy.measuring import Steering
 from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer, PlainAnswer
-from guard.proxy.body import F, GuardedRequest, parse_request
+from guard.proxy.body import F, GuardedRequest, parsed
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judged import block, relay_judged
@@ -46,7 +46,7 @@ def answering(form: Form) -> Handler:
         check_media_type(exchange.headers)
         raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
         began_s = time.perf_counter()
-        request = parse_request(form, raw)
+        request = await parsed(form, raw)
         record.model, record.streamed = request.model, request.streamed
         exchange.affinity = affinity_of(request.fields)
         judges = judges_for(services.policies, exchange, request.model)

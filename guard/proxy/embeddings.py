@@ -11,7 +11,7 @@ import time
 from guard.policy.schema import Action
 from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
-from guard.proxy.body import GuardedRequest, parse_request
+from guard.proxy.body import GuardedRequest, parsed
 from guard.proxy.chat import redacted_and_routed
 from guard.proxy.errors import BlockedError, GuardUnavailableError, InvalidRequestError, SteeringError
 from guard.proxy.exchange import Exchange
@@ -49,8 +49,10 @@ def _beside(fields: Fields) -> list[Slot]:
 
 
 def _unread(fields: Fields) -> str:
+    if "messages" in fields:
+        return chat_form.unread(fields)
     given = fields.get("input", "")
-    texts = "messages" in fields or isinstance(given, str) or all(isinstance(one, str) for one in given)
+    texts = isinstance(given, str) or all(isinstance(one, str) for one in given)
     return "" if texts else AS_TOKENS
 
 
@@ -71,7 +73,7 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     check_media_type(exchange.headers)
     raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
     began_s = time.perf_counter()
-    request = parse_request(embeddings_form, raw)
+    request = await parsed(embeddings_form, raw)
     record.model = request.model
     exchange.affinity = affinity_of(request.fields)
     judges = judges_for(services.policies, exchange, request.model)

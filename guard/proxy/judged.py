@@ -19,6 +19,7 @@ from guard.proxy.judging import AnswerJudge
 from guard.proxy.refusal import ending, refuse
 from guard.proxy.relay import ERROR_FRAMES, broke_off, count_tokens, relay_whole
 from guard.proxy.wire import Form, Frame, compact, frames_of
+from guard.proxy.wire_choices import hide_token_ids
 from guard.proxy.withholding import Withheld
 
 
@@ -67,7 +68,8 @@ def _one_frame(request: GuardedRequest[Form], whole: Whole) -> Frame:
     """The whole answer as one event. Raises ``UpstreamError``."""
     try:
         data: Any = json.loads(whole.body)
-        return Frame(whole.body, data, None, request.form.pieces(data))
+        hidden = hide_token_ids(request.fields, data)
+        return Frame(whole.body, data, None, request.form.pieces(data), changed=hidden)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UpstreamError("the model server's answer cannot be read") from None
 
@@ -130,6 +132,7 @@ class _Stream:
             self.withheld.rest()
             return self.withheld.add(Frame(raw, None))
         for frame in frames_of(self.request.form, raw):
+            frame.changed |= hide_token_ids(self.request.fields, frame.data)
             self.judge.add(frame)
             self.withheld.add(frame)
 

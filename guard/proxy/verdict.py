@@ -37,7 +37,7 @@ async def read_texts(judges: Judges, request: GuardedRequest[Texts]) -> TextScor
         return judges.unread(PROMPT, Score("unavailable", reason=request.unread))
     try:
         async with asyncio.timeout(judges.live.hold_s or judges.live.prompt_timeout_s):
-            return await asyncio.to_thread(judges.read_prompt, request.texts, request.roles)
+            return await asyncio.to_thread(lambda: judges.read_prompt(request.texts, request.roles))
     except TimeoutError:
         return late
 

@@ -6,11 +6,14 @@ stream apart. Never decides anything.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from guard.policy.conversation import KNOWN_ROLES
 from guard.proxy.errors import InvalidRequestError, UpstreamError
 
 Fields = dict[str, Any]
@@ -19,19 +22,20 @@ Fields = dict[str, Any]
 @dataclass(frozen=True)
 class Slot:
     """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them; no
-    part of its content where that is negative."""
+    part of its content where that is negative. ``instead``: what alone can stand there in its place; None: any text."""
 
     message: int
     part: int
     owner: Any
     key: Any
+    instead: str | None = None
 
     @property
     def text(self) -> str:
         return _text(self.owner[self.key])
 
     def replace(self, text: str) -> None:
-        self.owner[self.key] = _like(self.owner[self.key], text)
+        self.owner[self.key] = _like(self.owner[self.key], text if self.instead is None else self.instead)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Piece:
     """One text of an answer, where it stands: the next part of ``channel``, or all of it where ``whole``.
 
     ``tokens``: how many, at least; of a frame's pieces one has them. ``traces``: other places that show these tokens.
+    ``spelt``: the text, where what stands there is no text but shows one; it can be taken out and not replaced.
     """
 
     choice: int
@@ -48,14 +53,15 @@ class Piece:
     tokens: int = 0
     whole: bool = False
     traces: tuple[tuple[Any, str], ...] = ()
+    spelt: str | None = None
 
     @property
     def text(self) -> str:
-        return _text(self.owner[self.key])
+        return _text(self.owner[self.key]) if self.spelt is None else self.spelt
 
     def replace(self, text: str) -> None:
         """Put another text there, and take out what else shows the old one."""
-        self.owner[self.key] = _like(self.owner[self.key], text)
+        self.owner[self.key] = _like(self.owner[self.key], text) if self.spelt is None else None
         for owner, key in self.traces:
             if key in owner:
                 owner[key] = None
@@ -80,6 +86,49 @@ def _text(value: Any) -> str:
 
 def _like(old: Any, text: str) -> Any:
     return text if isinstance(old, str) else {"redacted": text}
+
+
+TOKENS = "logprobs."
+"""Begins the names of channels that are tokens' own texts."""
+
+
+def token_pieces(choice: int, owner: Fields, key: str, *, at: str = "", whole: bool = False) -> list[Piece]:
+    """The texts that the logprobs at ``key`` show: the tokens', which may be more than the answer's text, as what comes
+    before a stop word is held back and the word itself left out; and those of the tokens that were not said, by rank.
+    """
+    return [
+        Piece(choice, f"{TOKENS}{rank}{at}", owner, key, whole=whole, spelt=text)
+        for rank, text in enumerate(_by_rank(owner.get(key)))
+        if text
+    ]
+
+
+def _by_rank(logprobs: Any) -> list[str]:
+    lists = [logprobs]
+    if isinstance(logprobs, dict):
+        lists = [logprobs.get(name) for name in ("content", "refusal", "tokens")]
+    entries = [entry for one in lists if isinstance(one, list) for entry in one]
+    others = [_others(entry) for entry in entries]
+    if isinstance(logprobs, dict) and isinstance(logprobs.get("tokens"), list):
+        others = [list(one) if isinstance(one, dict) else [] for one in logprobs.get("top_logprobs") or ()]
+    ranks = max((len(one) for one in others), default=0)
+    ranked = ["".join(one[rank] for one in others if rank < len(one)) for rank in range(ranks)]
+    return [_spelt(entries), *ranked]
+
+
+def _others(entry: Any) -> list[str]:
+    found = entry.get("top_logprobs") if isinstance(entry, dict) else None
+    return [str(one.get("token", "")) for one in found or ()]
+
+
+def _spelt(entries: list[Any]) -> str:
+    """A character may be several tokens, of which only the bytes say anything."""
+    parts = []
+    for entry in entries:
+        token = str(entry.get("token", "")) if isinstance(entry, dict) else str(entry)
+        known = entry.get("bytes") if isinstance(entry, dict) and "\ufffd" in token else None
+        parts.append(bytes(known) if known else token.encode("utf-8", "surrogatepass"))
+    return b"".join(parts).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -195,16 +244,30 @@ def event(data: Fields, name: str | None = None) -> bytes:
 
 
 PART_TEXTS = ("text", "refusal", "thinking")
-NOT_SHOWN = frozenset(("role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "status", "cache_control"))
-"""Fields of messages and their parts that say what they are."""
+IDS = frozenset(("id", "call_id", "tool_call_id", "tool_use_id"))
+"""Fields that join a call and its result; a client may write anything there, and templates show it."""
+
+KINDS = frozenset(("type", "status"))
+"""Fields that say what something is, in one word."""
+
+ONE_WORD = re.compile(r"[a-z0-9_.]{0,64}")
+
+NOT_SHOWN = frozenset(("cache_control",))
+"""Fields that are for the engine alone."""
 
 MEDIA = frozenset(
     (
         "image_url", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds", "video_url",
-        "video_embeds", "file", "file_data", "encrypted_content", "signature", "source",
+        "video_embeds", "file_data", "encrypted_content", "signature",
     )
 )  # fmt: skip
 """Fields of parts whose text is no text."""
+
+SOURCE, FILE = "source", "file"
+"""Fields of parts that hold a picture, a document or a file, or say where it is."""
+
+FILES = ("file_data", "file_id", "file_url")
+UNREAD_FILE = "a document or a file is in the prompt, whose text the guard does not have"
 
 STRUCTURE = frozenset(("content", "tool_calls", "function", "function_call", "summary", "output"))
 """Fields of messages and their parts that hold parts."""
@@ -222,6 +285,14 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Sl
             named = isinstance(key, str)
             if (builds and named and (key in NOT_SHOWN or key in MEDIA)) or (id(one), key) in taken:
                 continue
+            if builds and isinstance(inner, str) and (key == "role" or key in KINDS or key in IDS):
+                if slot := _named(message, one, key):
+                    yield slot
+                continue
+            if builds and key in (SOURCE, FILE) and isinstance(inner, dict):
+                waiting += [(readable, True) for readable in _readable(key, inner)]
+                yield from _text_of(message, inner)
+                continue
             if named and not builds:
                 # A copy: a name is read, and stays.
                 yield Slot(message, -1, [key], 0)
@@ -231,9 +302,60 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Sl
                 waiting.append((inner, builds and (not named or key in STRUCTURE)))
 
 
+def _readable(key: str, held: Fields) -> list[Any]:
+    """What of a part's source, or file, is built as messages are."""
+    return [held["content"]] if key == SOURCE and held.get("type") == "content" and "content" in held else []
+
+
+def _text_of(message: int, held: Fields) -> list[Slot]:
+    """Texts of a part's source or file: of a plain document, or the name."""
+    names = ["filename", *(("data",) if held.get("type") == "text" else ("content",))]
+    return [Slot(message, -1, held, name) for name in names if isinstance(held.get(name), str)]
+
+
+def unread_files(fields: Fields) -> str:
+    """Why the texts of a request's messages are not all that a model may read of them."""
+    waiting = [fields.get(name) for name in ("messages", "input", "system")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        if not isinstance(one, dict):
+            continue
+        held, source = one.get(FILE), one.get(SOURCE)
+        if any(name in place for place in (one, held) if isinstance(place, dict) for name in FILES):
+            return UNREAD_FILE
+        if isinstance(source, dict) and one.get("type") != "image":
+            if source.get("type") not in ("text", "content"):
+                return UNREAD_FILE
+            waiting.append(source.get("content"))
+        waiting += [one[name] for name in STRUCTURE if name in one]
+    return ""
+
+
+def _named(message: int, owner: Fields, key: str) -> Slot | None:
+    """The text of a role, an id or a kind; None for one that says nothing."""
+    text = owner[key]
+    if key in IDS:
+        # Short and of letters and digits, as the strictest templates want it.
+        return Slot(message, -1, owner, key, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:9])
+    if key == "role":
+        return role_slot(message, owner)
+    return None if ONE_WORD.fullmatch(text) else Slot(message, -1, owner, key)
+
+
+def role_slot(message: int, owner: Fields) -> Slot | None:
+    """A role that a client thought of, which templates show; it counts as a user's."""
+    role = owner.get("role")
+    return Slot(message, -1, owner, "role", "user") if isinstance(role, str) and role not in KNOWN_ROLES else None
+
+
 AS_TOKENS = "the prompt is given as tokens, whose text the guard does not have"
 
-AROUND = ("tools", "functions", "documents", "chat_template_kwargs", "suffix")
+AROUND = (
+    *("tools", "functions", "documents", "chat_template_kwargs", "suffix"),
+    *("response_format", "text", "output_format", "output_config"),
+)
 """Fields of a request that templates show outside of all messages."""
 
 
@@ -241,11 +363,6 @@ def around(fields: Fields) -> list[Slot]:
     """Texts of these fields."""
     texts = [Slot(-1, -1, fields, name) for name in AROUND if isinstance(fields.get(name), str)]
     return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name))]
-
-
-def all_read(_fields: Fields) -> str:
-    """For APIs whose prompts are always text."""
-    return ""
 
 
 def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot]:

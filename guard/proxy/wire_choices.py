@@ -6,6 +6,7 @@ Owns these two APIs' bodies. Never decides anything.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,13 @@ from guard.proxy.wire import (
     Form,
     Piece,
     Slot,
-    all_read,
     around,
     check_messages,
     event,
     strings,
     text_slots,
+    token_pieces,
+    unread_files,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -115,20 +117,39 @@ def _pieces_of(choice: Fields) -> list[Piece]:
         for i, call in enumerate(said.get("tool_calls") or ()):
             called, at = call.get("function") or {}, call.get("index", i)
             found += [(f"tool.{at}.{name}", called, name) for name in ("name", "arguments")]
+            found += [(f"tool.{at}.custom.{name}", call.get("custom") or {}, name) for name in ("name", "input")]
         called = said.get("function_call") or {}
         found += [(f"function.{name}", called, name) for name in ("name", "arguments")]
+        found.append(("audio.transcript", said.get("audio") or {}, "transcript"))
+        for i, detail in enumerate(said.get("reasoning_details") or ()):
+            found += [(f"detail.{detail.get('index', i)}.{name}", detail, name) for name in ("text", "summary")]
+    if isinstance(choice.get("stop_reason"), str):
+        # The stop word is what the model said last, and no part of the text.
+        found.append(("text" if "text" in choice else "content", choice, "stop_reason"))
     there = [one for one in found if one[1].get(one[2])]
-    tokens = _tokens(choice) if there else 0
-    return [
-        Piece(index, channel, owner, key, tokens if i == 0 else 0, traces=traces)
-        for i, (channel, owner, key) in enumerate(there)
-    ]
+    pieces = [Piece(index, channel, owner, key, traces=traces) for channel, owner, key in there]
+    pieces += token_pieces(index, choice, "logprobs")
+    return [replace(pieces[0], tokens=_tokens(choice)), *pieces[1:]] if pieces else []
 
 
 def _tokens(choice: Fields) -> int:
     logprobs = choice.get("logprobs") or {}
     shown = logprobs.get("content") or logprobs.get("tokens") or choice.get("token_ids") or ()
     return max(1, len(shown))
+
+
+def hide_token_ids(fields: Fields, answer: Any) -> bool:
+    """Take token ids out of an answer to a request with stop words: they go further than the text, and what they spell
+    is not known here. Whether there were any."""
+    if not fields.get("stop"):
+        return False
+    hidden = False
+    names = ("token_ids", "logprobs") if fields.get("return_tokens_as_token_ids") else ("token_ids",)
+    for choice in answer.get("choices") or () if isinstance(answer, dict) else ():
+        for name in names:
+            if choice.get(name) is not None:
+                choice[name], hidden = None, True
+    return hidden
 
 
 def _words(channel: str) -> bool:
@@ -143,7 +164,7 @@ def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
 
 
 def _ends(frame: bytes) -> bool:
-    return frame.startswith(b"data: [DONE]")
+    return frame.startswith((b"data: [DONE]", b"data:[DONE]"))
 
 
 def _usage(ending: Ending) -> Fields:
@@ -198,7 +219,7 @@ chat_form = Form(
     roles=lambda fields: tuple(message["role"] for message in fields["messages"]),
     slots=_slots_of_messages,
     beside=_beside_messages,
-    unread=all_read,
+    unread=unread_files,
     choices=_number_of_choices,
     words=_words,
     pieces=_pieces,

@@ -14,12 +14,13 @@ from guard.proxy.wire import (
     Form,
     Piece,
     Slot,
-    all_read,
     around,
     check_messages,
     event,
+    role_slot,
     strings,
     text_slots,
+    unread_files,
 )
 
 MESSAGES = "/v1/messages"
@@ -34,8 +35,8 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
     """Role, texts and JSON of each message that the model sees: results of tools become messages before their turn's
     rest."""
     number = 0
-    if any(not str(slot.text).startswith(BILLING) for slot in text_slots(0, fields.get("system"), fields, "system")):
-        yield "system", text_slots(0, fields["system"], fields, "system"), None
+    if _has_system(fields):
+        yield "system", text_slots(0, fields["system"], fields, "system"), fields["system"]
         number = 1
     for message in fields["messages"]:
         role, content = message["role"], message.get("content")
@@ -57,14 +58,26 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
             for block in blocks
             if block.get("type") == "tool_use" and block.get("input")
         ]
-        rest = [block for block in blocks if block not in results]
-        yield role, [*text_slots(number, content, message, "content"), *calls], rest
+        rest = [block for block in blocks if role != "user" or block.get("type") != "tool_result"]
+        named = role_slot(number, message)
+        yield role, [*text_slots(number, content, message, "content"), *calls, *([named] if named else [])], rest
         number += 1
+
+
+def _has_system(fields: Fields) -> bool:
+    """As vLLM, which leaves out blocks that begin so, and no text that is the whole of the prompt."""
+    system = fields.get("system")
+    if isinstance(system, str):
+        return bool(system)
+    return any(slot.text and not slot.text.startswith(BILLING) for slot in text_slots(0, system, fields, "system"))
 
 
 def _beside(fields: Fields) -> list[Slot]:
     numbered = enumerate(_messages(fields))
-    return [*(slot for i, (_, slots, one) in numbered for slot in strings(i, one, slots)), *around(fields)]
+    inside = [slot for i, (_, slots, one) in numbered for slot in strings(i, one, slots)]
+    # Other providers' models see it.
+    left_out = [] if _has_system(fields) else list(strings(-1, fields.get("system")))
+    return [*inside, *left_out, *around(fields)]
 
 
 def _pieces(value: Any) -> list[Piece]:
@@ -74,6 +87,8 @@ def _pieces(value: Any) -> list[Piece]:
     found += [(f"{at}.{name}", begun, name) for name in (*SPOKEN, "name", "input")]
     for i, block in enumerate(value.get("content") or ()):
         found += [(f"{i}.{name}", block, name) for name in (*SPOKEN, "name", "input")]
+    # The stop word is what the model said last, and in no block.
+    found += [("stop_sequence", owner, "stop_sequence") for owner in (delta, value)]
     there = [one for one in found if one[1].get(one[2])]
     return [Piece(0, channel, owner, name, 1 if i == 0 else 0) for i, (channel, owner, name) in enumerate(there)]
 
@@ -134,7 +149,7 @@ messages_form = Form(
     roles=lambda fields: tuple(role for role, _, _ in _messages(fields)),
     slots=lambda fields: [slot for _, slots, _ in _messages(fields) for slot in slots],
     beside=_beside,
-    unread=all_read,
+    unread=unread_files,
     choices=lambda fields: 1,
     words=_words,
     pieces=_pieces,

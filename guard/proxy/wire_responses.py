@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.wire import Ending, Fields, Form, Piece, Slot, all_read, around, event, strings, text_slots
+from guard.proxy.wire import (
+    TOKENS,
+    Ending,
+    Fields,
+    Form,
+    Piece,
+    Slot,
+    around,
+    event,
+    strings,
+    text_slots,
+    token_pieces,
+    unread_files,
+)
 
 RESPONSES = "/v1/responses"
 ELSEWHERE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
@@ -90,12 +104,13 @@ def _beside(fields: Fields) -> list[Slot]:
 def _pieces(value: Any) -> list[Piece]:
     kind = str(value.get("type", ""))
     if kind.endswith(".delta"):
-        if not isinstance(value.get("delta"), str) or not value["delta"]:
-            return []
+        shown = token_pieces(0, value, "logprobs", at=f".{_channel(value, kind)}")
+        if isinstance(value.get("delta"), str) and value["delta"]:
+            shown = [Piece(0, _channel(value, kind), value, "delta", traces=((value, "logprobs"),)), *shown]
         tokens = max(1, len(value.get("logprobs") or ()))
-        return [Piece(0, _channel(value, kind), value, "delta", tokens, traces=((value, "logprobs"),))]
-    ended = ("text", "arguments", "refusal", "name") if kind else ()
-    found = [(_channel(value, kind), value, name) for name in ended]
+        return [replace(shown[0], tokens=tokens), *shown[1:]] if shown else []
+    ended = ("text", "arguments", "refusal", "name", "code", "input") if kind else ()
+    found: list[tuple[str, Any, Any]] = [(_channel(value, kind), value, name) for name in ended]
     found += _of_part(_channel(value, kind), value.get("part") or {})
     found += _of_item(str(value.get("output_index")), value.get("item") or {})
     # A whole answer is what the last event of a stream has inside.
@@ -103,18 +118,39 @@ def _pieces(value: Any) -> list[Piece]:
     for i, item in enumerate(answer.get("output") or ()):
         found += _of_item(str(i), item)
     tokens = 1 if value.get("object") == "response" else 0
-    return [
-        Piece(0, channel, owner, name, tokens if i == 0 else 0, whole=True, traces=((owner, "logprobs"),))
-        for i, (channel, owner, name) in enumerate(one for one in found if one[1].get(one[2]))
+    pieces = [
+        Piece(0, channel, owner, name, tokens if i == 0 else 0, whole=True, traces=_traces(owner))
+        for i, (channel, owner, name) in enumerate(one for one in found if _filled(one[1], one[2]))
     ]
+    owners = {(id(owner), name): (channel, owner) for channel, owner, name in found if name == "text"}
+    tokens_of = [
+        piece
+        for channel, owner in owners.values()
+        for piece in token_pieces(0, owner, "logprobs", at=f".{channel}", whole=True)
+    ]
+    return pieces + tokens_of
+
+
+def _traces(owner: Any) -> tuple[tuple[Any, str], ...]:
+    return ((owner, "logprobs"),) if isinstance(owner, dict) else ()
+
+
+def _filled(owner: Any, key: Any) -> bool:
+    return bool(owner.get(key) if isinstance(owner, dict) else owner[key])
 
 
 def _channel(value: Fields, kind: str) -> str:
     return f"{value.get('output_index')}.{kind.rpartition('.')[0]}.{value.get('content_index', 0)}"
 
 
-def _of_item(at: str, item: Fields) -> list[tuple[str, Fields, str]]:
-    found = [(f"{at}.item.{name}", item, name) for name in ("arguments", "name", "input")]
+def _of_item(at: str, item: Fields) -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = [
+        (f"{at}.item.{name}", item, name) for name in ("arguments", "name", "input", "code")
+    ]
+    for name in ("action", "output", "outputs", "results", "queries", "error"):
+        if isinstance(item.get(name), str):
+            found.append((f"{at}.item.{name}", item, name))
+        found += [(f"{at}.item.{name}.{i}", slot.owner, slot.key) for i, slot in enumerate(strings(0, item.get(name)))]
     for list_name in SUMMARIES:
         for j, part in enumerate(item.get(list_name) or ()):
             found += _of_part(f"{at}.{list_name}.{j}", part)
@@ -126,6 +162,8 @@ def _of_part(channel: str, part: Fields) -> list[tuple[str, Fields, str]]:
 
 
 def _words(channel: str) -> bool:
+    if channel.startswith(TOKENS):
+        return False
     return ".output_text." in f"{channel}." or (".content." in channel and channel.endswith(".text"))
 
 
@@ -194,7 +232,7 @@ responses_form = Form(
     roles=_roles,
     slots=_slots,
     beside=_beside,
-    unread=all_read,
+    unread=unread_files,
     choices=lambda fields: 1,
     words=_words,
     pieces=_pieces,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ DISGUISES = {
     "escaped as JSON does": "\\u0073e\\u0063ret",
     "escaped twice": "\\\\u0073ecret",
     "escaped, and Cyrillic": "\\u0455ecret",
+    "a long s": "\u017fecret",
+    "letters with hooks and strokes": "\u0282\u0247\u023c\u027d\u0247\u0167",
     "digits of another script": "\u0661\u0662\u0663\u0664",
     "fullwidth digits": "\uff11\uff12\uff13\uff14",
 }
@@ -111,7 +114,7 @@ async def test_what_is_disguised_is_redacted_where_it_stands_and_nothing_else(st
                 assert answer == "H\u00e4llo \u2014 [X] \u044f!", name
 
 
-CALL = {"id": "call_12345", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def turn(**assistant: Any) -> dict[str, Any]:
@@ -126,6 +129,11 @@ def called(arguments: Any, name: str = "f") -> dict[str, Any]:
 
 def content(*parts: Any, role: str = "user") -> dict[str, Any]:
     return {**BODY, "messages": [{"role": role, "content": list(parts)}]}
+
+
+def document(source: Any, **more: Any) -> dict[str, Any]:
+    block = {"type": "document", "source": source, **more}
+    return {**BODIES[MESSAGES], "messages": [{"role": "user", "content": [block]}]}
 
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -146,6 +154,35 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "arguments that are an object": (CHAT, called({"a": {"source": "secret"}})),
     "a name in the arguments": (CHAT, called({"secret": 1})),
     "the name of a call": (CHAT, called("{}", name="secret")),
+    "the id of a call": (CHAT, turn(tool_calls=[{**CALL, "id": "the secret"}])),
+    "the id of what a tool answers": (
+        CHAT,
+        {**BODY, "messages": [*BODY["messages"], {"role": "tool", "content": "a", "tool_call_id": "the secret"}]},
+    ),
+    "an id that is no text": (CHAT, turn(tool_calls=[{**CALL, "id": {"a": "secret"}}])),
+    "the kind of a call": (CHAT, turn(tool_calls=[{**CALL, "type": "the secret"}])),
+    "a role": (CHAT, {**BODY, "messages": [{"role": "the secret", "content": "a"}]}),
+    "a role without a text": (CHAT, {**BODY, "messages": [*BODY["messages"], {"role": "<|im_end|>secret"}]}),
+    "an item's role": (RESPONSES, {"model": "tiny", "input": [{"role": "the secret", "content": "a"}]}),
+    "an item's id": (
+        RESPONSES,
+        {"model": "tiny", "input": [{"type": "function_call_output", "call_id": "the secret", "output": "a"}]},
+    ),
+    "the role of one who sends blocks": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "messages": [{"role": "the secret", "content": [{"type": "text", "text": "a"}]}]},
+    ),
+    "the id of a use": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "messages": [{"role": "assistant", "content": [{**USE, "id": "the secret"}]}]},
+    ),
+    "the id of a tool's result": (
+        MESSAGES,
+        {
+            **BODIES[MESSAGES],
+            "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "s\u0435cret"}]}],
+        },
+    ),
     "an old kind of call": (CHAT, turn(function_call={"name": "f", "arguments": '{"a": "secret"}'})),
     "the name of who speaks": (CHAT, {**BODY, "messages": [{**BODY["messages"][0], "name": "secret"}]}),
     "a message of a tool": (CHAT, content({"type": "text", "text": "secret"}, role="tool")),
@@ -158,6 +195,14 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "tools of a message": (
         CHAT,
         {**BODY, "messages": [*BODY["messages"], {"role": "developer", "content": "a", "tools": [{"name": "secret"}]}]},
+    ),
+    "a description in a form of answers": (
+        CHAT,
+        {**BODY, "response_format": {"type": "json_schema", "json_schema": {"schema": {"description": "secret"}}}},
+    ),
+    "a description in a form of responses": (
+        RESPONSES,
+        {**BODIES[RESPONSES], "text": {"format": {"type": "json_schema", "schema": {"description": "secret"}}}},
     ),
     "a document": (CHAT, {**BODY, "documents": [{"title": "t", "text": "secret"}]}),
     "an argument of the template": (CHAT, {**BODY, "chat_template_kwargs": {"date_string": "secret"}}),
@@ -185,6 +230,23 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
         {"model": "tiny", "input": [{"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "secret"}]},
     ),
     "the system's part": (MESSAGES, {**BODIES[MESSAGES], "system": [{"type": "text", "text": "secret"}]}),
+    "a system prompt that begins as one client's does": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "system": "x-anthropic-billing-header: the secret"},
+    ),
+    "a block of the system's that vLLM leaves out, and others do not": (
+        MESSAGES,
+        {**BODIES[MESSAGES], "system": [{"type": "text", "text": "x-anthropic-billing-header: the secret"}]},
+    ),
+    "a plain document": (MESSAGES, document({"type": "text", "media_type": "text/plain", "data": "secret"})),
+    "a document of parts": (
+        MESSAGES,
+        document({"type": "content", "content": [{"type": "text", "text": "secret"}]}),
+    ),
+    "a document of one text": (MESSAGES, document({"type": "content", "content": "secret"})),
+    "a document's title": (MESSAGES, document({"type": "text", "data": "a"}, title="secret")),
+    "where a result of a search is from": (MESSAGES, document("https://secret", type="search_result", content=[])),
+    "a file's name": (CHAT, content({"type": "file", "file": {"filename": "secret"}})),
     "a block of thoughts": (
         MESSAGES,
         {
@@ -227,12 +289,11 @@ async def test_no_place_of_a_request_hides_a_word(start_proxy: StartProxy) -> No
 
 
 async def test_what_no_model_reads_as_text_trips_nothing(start_proxy: StartProxy) -> None:
-    """Ids and pictures have many digits in a row."""
+    """Pictures have many digits in a row."""
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,secret1234567"}}
     asked = [
         content({"type": "text", "text": "a"}, picture),
         {**called("{}"), "user": "secret", "metadata": {"a": "secret"}, "seed": 1234567, "stop": ["secret"]},
-        {**BODY, "messages": [*BODY["messages"], {"role": "tool", "content": "a", "tool_call_id": "call_12345"}]},
     ]
     async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
         for body in asked:
@@ -264,6 +325,34 @@ async def test_a_prompt_in_tokens_is_text_that_was_not_read_and_not_clean(start_
         assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[0].content")
 
 
+async def test_a_document_that_cannot_be_read_is_not_clean(start_proxy: StartProxy) -> None:
+    data = "data:text/plain;base64,c2VjcmV0"
+    base64 = {"type": "base64", "media_type": "application/pdf", "data": "c2VjcmV0"}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "document", "source": base64}]}
+    asked = {
+        "a file": (CHAT, content({"type": "file", "file": {"file_data": data}})),
+        "a file elsewhere": (CHAT, content({"type": "file", "file": {"file_id": "f"}})),
+        "an item's file": (
+            RESPONSES,
+            {"model": "tiny", "input": [{"role": "user", "content": [{"type": "input_file", "file_url": "http://a"}]}]},
+        ),
+        "a document": (MESSAGES, document(base64)),
+        "a document elsewhere": (MESSAGES, document({"type": "url", "url": "http://a"})),
+        "a tool's document": (MESSAGES, {**BODIES[MESSAGES], "messages": [{"role": "user", "content": [result]}]}),
+        "a file to embed": (EMBEDDINGS, content({"type": "file", "file": {"file_id": "f"}})),
+    }
+    text = PROMPT_RULE.replace("action: block", "action: block, on_error: block")
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "secret"}}
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        assert {status for status, _ in (await outcomes(proxy, asked)).values()} == {503}
+        assert not engine.bodies
+        assert {entry["detectors"]["text"] for entry in await proxy.entries(len(asked))} == {
+            "unavailable: a document or a file is in the prompt, whose text the guard does not have"
+        }
+        body = {**BODIES[MESSAGES], "messages": [{"role": "user", "content": [picture]}]}
+        assert (await proxy.post(body, path=MESSAGES))[0] == 200
+
+
 IN_TOOLS_OR_ANSWERS = (
     "a thought", "a refusal", "a reference to a tool", "reasoning of an earlier answer", "arguments of a call",
     "arguments, escaped", "arguments, JSON in JSON", "arguments that are an object", "the name of a call",
@@ -283,6 +372,27 @@ async def test_what_is_redacted_stays_nowhere_in_its_message(start_proxy: StartP
             assert "secret" not in sent, name
             assert "cret" not in sent, name
             assert "[removed by a guardrail]" in sent, name
+
+
+async def test_a_redacted_id_still_joins_a_call_and_its_result(start_proxy: StartProxy) -> None:
+    text = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [tool_results]}")
+    body = turn(tool_calls=[{**CALL, "id": "the secret"}, CALL])
+    body["messages"].append({"role": "tool", "content": "a", "tool_call_id": "the secret"})
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        assert (await proxy.post(body))[1]["x-guard-action"] == "redact"
+        called, other = engine.bodies[0]["messages"][1]["tool_calls"]
+        assert called["id"] == engine.bodies[0]["messages"][-1]["tool_call_id"]
+        assert other["id"] == "call_1"
+        assert "secret" not in json.dumps(engine.bodies)
+
+
+async def test_a_redacted_role_that_nobody_knows_is_the_users(start_proxy: StartProxy) -> None:
+    text = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [user]}")
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        await proxy.post({**BODY, "messages": [*BODY["messages"], {"role": "the secret", "content": "a"}]})
+        sent = engine.bodies[0]["messages"]
+        assert [one["role"] for one in sent] == ["user", "user"]
+        assert "secret" not in json.dumps(sent)
 
 
 ROLES = (
@@ -378,6 +488,153 @@ async def test_a_word_at_the_end_of_a_huge_context_is_found(start_proxy: StartPr
             assert (await proxy.post(body))[0] == 400
         assert (await proxy.post({**BODY, "messages": filler}))[0] == 200
         assert len(engine.bodies) == 1
+
+
+def shown(*tokens: str, others: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Logprobs of these tokens, with others of which one more was likely at each."""
+    likely = [[{"token": one, "logprob": -2.0, "bytes": None}] for one in others] or [[] for _ in tokens]
+    return {
+        "content": [
+            {"token": one, "logprob": -1.0, "bytes": None, "top_logprobs": more}
+            for one, more in zip(tokens, likely, strict=True)
+        ]
+    }
+
+
+BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "logprobs of a stop word": ({"logprobs": shown("ok", " sec", "ret")}, {}),
+    "the likely tokens that were not said": ({"logprobs": shown("a", "b", "c", others=("x", "sec", "ret"))}, {}),
+    "characters of several tokens": (
+        {
+            "logprobs": {
+                "content": [
+                    {"token": "\ufffd", "bytes": [0xD1], "top_logprobs": []},
+                    {"token": "\ufffdecret", "bytes": [0x95, *b"ecret"], "top_logprobs": []},
+                ]
+            }
+        },
+        {},
+    ),
+    "the stop word": ({"stop_reason": "ret"}, {"content": "ok sec"}),
+    "the stop word alone": ({"stop_reason": "secret"}, {}),
+}
+
+
+@both
+@pytest.mark.parametrize("contract", ["hold", "window"])
+@pytest.mark.parametrize("name", list(BEYOND))
+async def test_what_a_model_said_beyond_the_text_is_judged_too(
+    start_proxy: StartProxy, name: str, contract: str, stream: bool
+) -> None:
+    beside, text = BEYOND[name]
+    message = {"role": "assistant", "content": "ok", **text}
+    whole = {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop", **beside}]}
+    parts = [
+        chunk(0, {"content": message["content"]}),
+        chunk(0, {}, logprobs=beside.get("logprobs")),
+        chunk(0, {}, "stop", **{key: value for key, value in beside.items() if key != "logprobs"}),
+        DONE,
+    ]
+    # The words of a text that is held back come later than its logprobs, if at all.
+    engine = FakeEngine(frames=parts, body=json.dumps(whole).encode(), word_delay_s=0.01)
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        status, _, raw = await proxy.post({**BODY, "stream": stream})
+        assert b"ret" not in raw
+        assert status == 400 or finishes(chunks(raw)) == {0: "content_filter"}
+        text_of_redaction = policy(contract, action="redact", more="    redact: {replacement: '[X]'}\n")
+    async with running(engine), start_proxy(engine, text_of_redaction) as proxy:
+        status, _, raw = await proxy.post({**BODY, "stream": stream})
+        assert status == 200
+        assert b"ecret" not in raw
+        assert b"ret" not in raw
+
+
+def choice(**message: Any) -> bytes:
+    message = {"role": "assistant", "content": None, **message}
+    return json.dumps({"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+
+
+def item(kind: str, **more: Any) -> bytes:
+    return json.dumps({"id": "r", "object": "response", "output": [{"type": kind, **more}]}).encode()
+
+
+FIELDS: dict[str, tuple[str, bytes]] = {
+    "a custom tool's input": (CHAT, choice(tool_calls=[{"type": "custom", "custom": {"input": "secret"}}])),
+    "what is spoken": (CHAT, choice(audio={"id": "a", "data": "", "transcript": "secret"})),
+    "details of reasoning": (CHAT, choice(reasoning_details=[{"type": "reasoning.text", "text": "secret"}])),
+    "code": (RESPONSES, item("code_interpreter_call", code="secret")),
+    "what code wrote": (RESPONSES, item("code_interpreter_call", outputs=[{"type": "logs", "logs": "secret"}])),
+    "a search": (RESPONSES, item("web_search_call", action={"type": "search", "query": "secret"})),
+    "a command": (RESPONSES, item("local_shell_call", action={"type": "exec", "command": ["echo", "secret"]})),
+    "what a tool elsewhere says": (RESPONSES, item("mcp_call", arguments="{}", output="secret")),
+    "a stop word": (MESSAGES, json.dumps({"type": "message", "content": [], "stop_sequence": "secret"}).encode()),
+}
+
+
+async def test_no_field_of_an_answer_hides_a_word(start_proxy: StartProxy) -> None:
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        for name, (path, engine.body) in FIELDS.items():
+            assert (await proxy.post(BODIES[path], path=path))[0] == 400, name
+
+
+@both
+async def test_token_ids_beyond_the_text_never_leave_and_others_do(start_proxy: StartProxy, stream: bool) -> None:
+    ids = {"token_ids": [5, 6, 7]}
+    message = {"role": "assistant", "content": "ok"}
+    whole = {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop", **ids}]}
+    frames = [chunk(0, {"content": "ok"}, **ids), chunk(0, {}, "stop", **ids), DONE]
+    engine = FakeEngine(frames=frames, body=json.dumps(whole).encode())
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        assert b"[5" not in (await proxy.post({**BODY, "stream": stream, "stop": ["ret"]}))[2]
+        assert b"[5" in (await proxy.post({**BODY, "stream": stream}))[2]
+
+
+ONE = {"role": "user", "content": "a"}
+CROWDS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "parts": (CHAT, content(*["a"] * 300_000), "messages"),
+    "parts of many messages": (CHAT, {**BODY, "messages": [{**ONE, "content": ["a"] * 11}] * 2000}, "messages"),
+    "messages": (CHAT, {**BODY, "messages": [{"role": "u", "content": ""}] * 100_000}, "messages"),
+    "tools": (CHAT, {**BODY, "tools": [{}] * 500_000}, "tools"),
+    "functions": (CHAT, {**BODY, "functions": [{}] * 3_000}, "functions"),
+    "names in a tool": (CHAT, {**BODY, "tools": [{f"{i:x}": "" for i in range(300_000)}]}, None),
+    "lists in lists": (CHAT, {**BODY, "documents": [[[]] * 200_000]}, None),
+    "texts to complete": (COMPLETIONS, {"model": "tiny", "prompt": "a", "stop": ["a"] * 200_000}, None),
+    "items": (RESPONSES, {"model": "tiny", "input": [ONE] * 20_000}, "input"),
+    "an item's parts": (RESPONSES, {"model": "tiny", "input": [{**ONE, "content": ["a"] * 30_000}]}, "messages"),
+    "blocks": (MESSAGES, {**BODIES[MESSAGES], "messages": [{**ONE, "content": [{}] * 30_000}]}, "messages"),
+    "texts to embed": (EMBEDDINGS, {"model": "tiny", "input": ["a"] * 200_000}, None),
+}
+RESULTS = [{"type": "tool_result", "tool_use_id": "1", "content": "a"}] * 9_000
+MOST: dict[str, tuple[str, dict[str, Any]]] = {
+    "parts": (CHAT, content(*["a"] * 19_000)),
+    "tokens": (COMPLETIONS, {"model": "tiny", "prompt": [5] * 500_000}),
+    "results of tools": (MESSAGES, {**BODIES[MESSAGES], "messages": [{**ONE, "content": [*RESULTS, ONE]}]}),
+    "one long text": (CHAT, content("a" * 8_000_000)),
+}
+
+
+async def test_a_request_of_too_many_parts_is_refused_and_nobody_else_waits(start_proxy: StartProxy) -> None:
+    waits_s: list[float] = []
+
+    async def watch(proxy: Proxy) -> None:
+        while True:
+            began_s = time.perf_counter()
+            await proxy.get("/livez")
+            waits_s.append(time.perf_counter() - began_s)
+
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        watching = asyncio.create_task(watch(proxy))
+        for name, (path, body, field) in CROWDS.items():
+            status, _, raw = await proxy.post(json.dumps(body).encode(), path=path)
+            error = json.loads(raw)["error"]
+            assert (status, error["param"]) == (400, field), name
+            assert "at most" in error["message"] or "more than" in error["message"], name
+        assert not engine.bodies
+        for name, (path, body) in MOST.items():
+            assert (await proxy.post(json.dumps(body).encode(), path=path))[0] == 200, name
+        watching.cancel()
+    assert max(waits_s) < 2
 
 
 async def test_no_request_slips_through_while_policies_that_all_forbid_it_are_swapped(

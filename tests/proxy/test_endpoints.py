@@ -8,11 +8,13 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from pydantic import ValidationError
 
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.services import FORMS
 from guard.proxy.wire import Form
+from guard.settings import SettingsError
 from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED, Proxy, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
@@ -320,8 +322,8 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     assert request.roles == ("system", "user", "assistant", "tool", "assistant", "assistant", "user")
     assert [(message, text) for message, _, text in request.texts] == [
         (0, "i"), (1, "a"), (2, "b"), (2, "{}"), (2, "{}"), (3, "c"), (4, "d"), (5, "e"), (6, "f"),
-        # Names of tools are shown too.
-        (2, "f"), (2, "g"),
+        # Names of tools are shown too, and ids of calls.
+        (2, "f"), (2, "1"), (2, "g"), (2, "2"), (3, "1"),
     ]  # fmt: skip
     request = parsed(MESSAGES, {"system": [{"type": "text", "text": "s"}], "messages": [
         {"role": "user", "content": "a"},
@@ -334,8 +336,15 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     ]})  # fmt: skip
     assert request.roles == ("system", "user", "assistant", "tool", "user", "user", "tool")
     assert [(message, text) for message, _, text in request.texts] == [
-        (0, "s"), (1, "a"), (2, '{"x": "b"}'), (3, "c"), (5, "d"), (6, "e"), (2, "f"),
+        (0, "s"), (1, "a"), (2, '{"x": "b"}'), (3, "c"), (5, "d"), (6, "e"), (2, "1"), (2, "f"), (3, "1"), (6, "1"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["v1/rerank", CHAT, "/v1/models", "/v1/models/tiny"])
+async def test_a_path_that_is_none_or_is_guarded_is_not_passed(start_proxy: StartProxy, path: str) -> None:
+    with pytest.raises((SettingsError, ValidationError), match="passed_paths"):
+        async with running(FakeEngine()) as engine, start_proxy(engine, passed_paths=path):
+            pass
 
 
 @pytest.mark.parametrize(

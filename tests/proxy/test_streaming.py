@@ -272,6 +272,18 @@ async def test_comments_pass_and_what_is_no_json_cannot_be_judged(start_proxy: S
         assert (await proxy.post(STREAM))[0] == 502
 
 
+@pytest.mark.parametrize("contract", CONTRACTS)
+async def test_lines_of_a_stream_may_end_in_crlf(start_proxy: StartProxy, contract: str) -> None:
+    plain = [chunk(0, {"content": "a"}), chunk(0, {}, "stop"), DONE]
+    # Cut between the two characters, too.
+    parts = b"".join(plain).replace(b"\n", b"\r\n")
+    cut = parts.index(b"\r\n\r\n") + 3
+    engine = FakeEngine(frames=[parts[:cut], parts[cut:]], word_delay_s=0.01)
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        status, _, raw = await proxy.post(STREAM)
+        assert (status, raw) == (200, b"".join(plain))
+
+
 async def test_clean_answers_through_the_official_client_keep_every_field(start_proxy: StartProxy) -> None:
     call = {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
     parts = [
