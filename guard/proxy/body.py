@@ -79,6 +79,12 @@ class GuardedRequest(Generic[F_co]):
         return [(slot.message, slot.part, slot.text) for slot in slots]
 
     @property
+    def said(self) -> list[Part]:
+        """The same without ids and roles, for a model that is asked about the conversation."""
+        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
+        return [(slot.message, slot.part, slot.text) for slot in slots if slot.instead is None]
+
+    @property
     def unread(self) -> str:
         """Why these are not all texts that the model reads; empty when they are."""
         return self.form.unread(self.fields)
