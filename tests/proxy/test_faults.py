@@ -484,7 +484,7 @@ async def test_a_fault_of_the_proxy_is_a_500_whose_log_quotes_nothing(
     def fail(*_: Any) -> None:
         raise RuntimeError(BODY["messages"][0]["content"])
 
-    monkeypatch.setattr("guard.proxy.chat.parse_request", fail)
+    monkeypatch.setattr("guard.proxy.chat.parsed", fail)
     status, _, body = await proxy.post()
     assert (status, error_of(body)["code"]) == (500, "internal_error")
     assert "RuntimeError" in caplog.text
