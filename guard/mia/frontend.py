@@ -97,6 +97,11 @@ class Choice:
     def index(self) -> int:
         return int(self.state.request_index)
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the prompt and of the answer so far."""
+        return [*self.prompt.token_ids, *self.state.detokenizer.output_token_ids]
+
 
 _current: ContextVar[RequestContext | None] = ContextVar("mia_request", default=None)
 
@@ -337,16 +342,14 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
 def _show_progress(choice: Choice, items: dict[str, Readout] | None) -> None:
     """Rows that have come of an answer that goes on."""
     if items:
-        token_ids = [*choice.prompt.token_ids, *choice.state.detokenizer.output_token_ids]
-        choice.context.deliver(_readouts(choice.prompt, items, token_ids, choice.index, "progress"))
+        choice.context.deliver(_readouts(choice.prompt, items, choice.token_ids, choice.index, "progress"))
 
 
 def _finish(choice: Choice, items: dict[str, Readout], steering: tuple[SteeringReport, ...]) -> None:
     """The answer has ended: what grew with it is whole."""
     spec = choice.context.spec
     if spec.steer or any(generates(capture) for capture in spec.captures.values()):
-        token_ids = [*choice.prompt.token_ids, *choice.state.detokenizer.output_token_ids]
-        choice.context.deliver(_readouts(choice.prompt, items, token_ids, choice.index, "final", steering))
+        choice.context.deliver(_readouts(choice.prompt, items, choice.token_ids, choice.index, "final", steering))
 
 
 def _readouts(

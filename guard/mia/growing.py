@@ -36,10 +36,6 @@ class GrowingRows:
         self.positions.extend(positions)
         return self.values[begin:end]
 
-    @property
-    def size_bytes(self) -> int:
-        return 4 * len(self.positions) * self.values.shape[1]
-
     def only(self) -> HiddenReadout:
         """Of a capture of one token."""
         return HiddenReadout("complete", self.layer, self.positions[0], None, self.values[0].numpy())
