@@ -79,7 +79,7 @@ async def test_every_start_tells_how_long_it_takes_from_its_own_beginning(tmp_pa
     assert len(starts) == 2
     for elapsed_s in starts:
         assert len(elapsed_s) >= 2
-        assert elapsed_s[0] < 0.5
+        assert elapsed_s[0] < 1.2
         assert elapsed_s == sorted(elapsed_s)
 
 
@@ -141,7 +141,7 @@ async def test_children_of_an_engine_that_was_killed_are_ended_at_once(tmp_path:
     await process.wait_ended()
     began_s = time.monotonic()
     await process.stop()
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < 8
     async with asyncio.timeout(5):
         while process_runs(int(text)):
             await asyncio.sleep(0.05)

@@ -634,7 +634,7 @@ async def test_a_request_of_too_many_parts_is_refused_and_nobody_else_waits(star
         for name, (path, body) in MOST.items():
             assert (await proxy.post(json.dumps(body).encode(), path=path))[0] == 200, name
         watching.cancel()
-    assert max(waits_s) < 2
+    assert max(waits_s) < 4
 
 
 async def test_no_request_slips_through_while_policies_that_all_forbid_it_are_swapped(

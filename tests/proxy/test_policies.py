@@ -131,14 +131,14 @@ async def test_late_scores_are_for_on_timeout_and_other_missing_ones_for_on_erro
     start_proxy: StartProxy, stream: bool
 ) -> None:
     policy = POLICY.replace("on_error: flag", "on_error: flag\n    on_timeout: block\n    timeout_s: 0.1")
-    engine = FakeEngine(event_delay_s=0.6)
+    engine = FakeEngine(event_delay_s=60)
     async with running(engine), start_proxy(engine, policy) as proxy:
         status, _, body = await proxy.post({**BODY, "stream": stream})
         assert (status, json.loads(body)["error"]["code"]) == (503, "guard_unavailable")
         entry = await proxy.entry()
         assert entry["timed_out"] == ["danger"]
         assert entry["detectors"]["danger"] == "unavailable: no readouts within 0.1 s"
-        assert entry["timings_ms"]["verdict"] < 400
+        assert entry["timings_ms"]["verdict"] < 30_000
         engine.event_delay_s, engine.event = 0.0, "dropped"
         assert (await proxy.post({**BODY, "stream": stream}))[1]["x-guard-action"] == "flag"
 
