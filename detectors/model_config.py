@@ -12,6 +12,8 @@ from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from guard.mistakes import first_mistake
+
 log = logging.getLogger("guard.detectors")
 
 
@@ -156,9 +158,8 @@ def load_model_config(path: Path, schema: type[Config]) -> Config:
     try:
         config = schema.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ModelConfigError(f"{path}: {field}: {first['msg']}") from None
+        location, what = first_mistake(error)
+        raise ModelConfigError(f"{path}: {'.'.join(map(str, location)) or 'the file'}: {what}") from None
     if not config.verified and config.published is not None:
         log.warning(
             "%s: figures of %s, not verified here, and without thresholds by name; to measure them: %s",

@@ -42,14 +42,15 @@ def create(
     """
     from pydantic import ValidationError
 
+    from guard.mistakes import first_mistake
     from guard.proxy.keys import KeysError, Limits, NewKey, create_key
 
     try:
         limits = Limits(requests_per_s=requests_per_s, tokens_per_min=tokens_per_min, concurrent=concurrent)
         secret, key = create_key(file, NewKey(name, tenant, policy, limits, admin))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        _fail(f"{first['loc'][0]}: {first['msg']}")
+        where, what = first_mistake(error)
+        _fail(f"{where[0]}: {what}")
     except KeysError as error:
         _fail(str(error))
     typer.echo(secret)

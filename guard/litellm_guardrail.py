@@ -22,7 +22,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import aiohttp
 from fastapi import HTTPException
@@ -178,7 +177,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         asked = self._judges.ask(roles) if can_read else self._judges.ask_unread(roles, NO_ENGINE)
         reading = self._read(request, asked) if asked.reads else _nothing()
         texts, finding = await asyncio.gather(read_texts(self._judges, request), reading)
-        return judge(self._judges, asked, finding, RequestRecord(uuid4().hex, route, live.name, live.hash), texts)
+        return judge(self._judges, asked, finding, RequestRecord(route, live.name, live.hash), texts)
 
     async def _read(self, request: GuardedRequest[Texts], asked: Question) -> Finding:
         """One token of an answer that nobody gets, for the readouts of its prompt."""

@@ -80,7 +80,8 @@ On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a 
 | `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `route` or `block`; absent when nothing is |
 | `x-guard-rules` | the rules that hit, separated by commas |
 | `x-guard-policy` | name of the policy and the first 12 digits of its content's hash |
-| `x-request-id`, `x-guard-request-id` | the ledger's id: the client's own if it is short and plain, else a new one |
+| `x-guard-request-id` | the ledger's id, new for each request |
+| `x-request-id` | the client's own if it is short and plain, which the ledger notes too; else the ledger's |
 | `x-should-retry` | `false` where OpenAI's clients must not send the request again |
 | `retry-after`, `retry-after-ms` | with a 429 or 503: when to try again, in seconds and milliseconds |
 """

@@ -30,6 +30,7 @@ from pydantic_settings import (
 )
 
 from guard.data import data_folder, default_policy
+from guard.mistakes import told
 from guard.paths import state_folder
 from guard.policy.yaml_file import PolicyError, message_at, plain_data, read_mapping
 
@@ -230,7 +231,7 @@ def load_settings(**given: Any) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         raise SettingsError(
-            "\n".join(_line(one["loc"], one["msg"]) for one in error.errors(include_url=False))
+            "\n".join(_line(one["loc"], told(one)) for one in error.errors(include_url=False, include_input=False))
         ) from None
 
 
@@ -246,5 +247,4 @@ def is_loopback(host: str) -> bool:
 
 def _line(location: tuple[int | str, ...], message: str) -> str:
     name = ".".join(str(part) for part in location)
-    what = message.removeprefix("Value error, ")
-    return f"{name} ({PREFIX}{name.upper()}): {what}" if name else what
+    return f"{name} ({PREFIX}{name.upper()}): {message}" if name else message

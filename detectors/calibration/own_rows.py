@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from detectors.calibration.rows import Message, Place, Row
 from detectors.calibration.sources import DataError, Label, own_frames
 from detectors.calibration.split import assign_splits, merge_near_duplicates
+from guard.mistakes import first_mistake
 
 SUFFIXES = (".jsonl", ".csv")
 
@@ -121,6 +122,5 @@ def _checked(path: Path, number: int, raw: Any) -> _Row:
     try:
         return _Row.model_validate(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the row"
-        raise DataError(f"{path}: row {number}: {field}: {first['msg']}") from None
+        location, what = first_mistake(error)
+        raise DataError(f"{path}: row {number}: {'.'.join(map(str, location)) or 'the row'}: {what}") from None

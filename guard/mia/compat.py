@@ -19,6 +19,7 @@ from guard.mia.spec import (
     Head,
     Name,
 )
+from guard.mistakes import first_mistake
 
 ADDITIONAL_CONFIG_KEY = "mia_compat"
 """Key of vLLM's ``additional_config`` under which an engine keeps its ``CompatConfig``."""
@@ -146,8 +147,8 @@ def read_model_config(path: Path) -> ModelConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise CompatError(f"config file {path}: {error}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise CompatError(f"config file {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        location, what = first_mistake(error)
+        raise CompatError(f"config file {path}: {'.'.join(map(str, location))}: {what}") from None
 
 
 class LoadedVector(_Model):

@@ -34,6 +34,7 @@ from guard.mia.spec import (
     Steer,
     parse_spec,
 )
+from guard.mistakes import first_mistake
 
 
 class RequestKeys(BaseModel):
@@ -178,9 +179,9 @@ def spec_from_keys(
         )
     except ValidationError as error:
         # Only what is too much gets here: more layers or heads than one request may name.
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = _KEY_OF.get(str(first["loc"][0]) if first["loc"] else "", "output_hidden_states")
-        raise SpecError(f"{key} {first['msg']}", key) from None
+        location, what = first_mistake(error)
+        key = _KEY_OF.get(str(location[0]) if location else "", "output_hidden_states")
+        raise SpecError(f"{key} {what}", key) from None
 
 
 _KEY_OF = {"heads": "output_qk", "steer": "steer.optimal_layer", "layer": "steer.optimal_layer"}
@@ -196,9 +197,9 @@ def _parse(model: type[Any], values: Mapping[str, Any], below: str = "") -> Any:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join([*([below] if below else []), str(first["loc"][0])])
-        reason = first["msg"].removeprefix("Value error, ").removeprefix(f"{path} ")
+        location, what = first_mistake(error)
+        path = ".".join([*([below] if below else []), str(location[0])])
+        reason = what.removeprefix(f"{path} ")
         raise SpecError(f"{path} {reason}", path) from None
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from guard.mia.spec import AttentionCapture, Head, Layer, MiaSpec, Name, QKCapture, SpecError
+from guard.mistakes import first_mistake
 
 
 class EngineConfig(BaseModel):
@@ -130,6 +131,5 @@ def configured(additional_config: object) -> EngineConfig | None:
     try:
         return EngineConfig.model_validate(additional_config["mia"])
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join(["mia", *map(str, first["loc"])])
-        raise EngineConfigError(f"--additional-config: {path}: {first['msg']}") from None
+        location, what = first_mistake(error)
+        raise EngineConfigError(f"--additional-config: {'.'.join(map(str, ('mia', *location)))}: {what}") from None

@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from guard.mistakes import told
+
 MAX_SPEC_BYTES = 64 * 1024
 """Longest accepted JSON text of one spec."""
 
@@ -417,7 +419,7 @@ def parse_spec(text: object) -> MiaSpec:
             found_by_check.path.split(".") if isinstance(found_by_check, _FieldError) and found_by_check.path else []
         )
         path = ".".join(["mia", *(str(part) for part in first["loc"] if part not in FORMS), *below])
-        raise SpecError(f"{path}: {first['msg']}", path) from None
+        raise SpecError(f"{path}: {told(first)}", path) from None
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> None:

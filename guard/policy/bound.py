@@ -19,6 +19,7 @@ from detectors.model_config import ModelConfigError
 from detectors.registry import UnknownDetectorError, build_detector, detector_kinds
 from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec, Steer
+from guard.mistakes import first_mistake
 from guard.policy.absent import AbsentDetector
 from guard.policy.compiled import compile_rules
 from guard.policy.engine import CompiledRule, Decision, decide, longest_wait_s
@@ -287,4 +288,4 @@ def _check_steerings(loaded: LoadedPolicy, bound: BoundPolicy) -> None:
 
 
 def _first(error: ValidationError) -> str:
-    return str(error.errors(include_url=False, include_input=False)[0]["msg"]).removeprefix("Value error, ")
+    return first_mistake(error)[1]

@@ -72,22 +72,22 @@ class NotCondition(Section):
 
 
 def _condition_form(value: Any) -> str | None:
+    """The form's tag, in brackets: no field's name has any, so errors can leave it out of their place."""
     if isinstance(value, dict):
-        forms = [form for form in ("all", "any", "not", "status") if form in value]
-        return forms[0] if forms else "score"
+        return next((f"<{form}>" for form in ("all", "any", "not", "status") if form in value), "<score>")
     forms_of_types = ((AllCondition, "all"), (AnyCondition, "any"), (NotCondition, "not"), (StatusCondition, "status"))
     for type_, form in (*forms_of_types, (ScoreCondition, "score")):
         if isinstance(value, type_):
-            return form
+            return f"<{form}>"
     return None
 
 
 Condition = Annotated[
-    Annotated[ScoreCondition, Tag("score")]
-    | Annotated[StatusCondition, Tag("status")]
-    | Annotated[AllCondition, Tag("all")]
-    | Annotated[AnyCondition, Tag("any")]
-    | Annotated[NotCondition, Tag("not")],
+    Annotated[ScoreCondition, Tag("<score>")]
+    | Annotated[StatusCondition, Tag("<status>")]
+    | Annotated[AllCondition, Tag("<all>")]
+    | Annotated[AnyCondition, Tag("<any>")]
+    | Annotated[NotCondition, Tag("<not>")],
     Discriminator(
         _condition_form,
         custom_error_type="condition",

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from detectors.base import Score
 from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec
+from guard.mistakes import first_mistake
 from guard.policy.bound import BoundPolicy
 from guard.policy.conversation import any_stranger
 from guard.policy.engine import Decision
@@ -174,7 +175,7 @@ def judges(live: BoundPolicy, shadow: BoundPolicy | None) -> Judges:
     try:
         whole = question(measured, None, live.armed)
     except ValidationError as error:
-        reason = str(error.errors(include_url=False, include_input=False)[0]["msg"])
+        reason = first_mistake(error)[1]
         named = f"{live.name} with {shadow.name} beside it asks" if shadow else f"{live.name} asks"
         raise TooMuchError(f"{named} for more than one request can: {reason}") from None
     depends = any(one.depends_on_conversation for one in measured)

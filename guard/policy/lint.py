@@ -38,18 +38,16 @@ def lint(
         vectors = {path.stem for path in (model_configs / "steering" / config_key).glob("*.safetensors")}
         return bind(loaded, build_detectors(loaded, config_key, model_configs), vectors)
 
-    failed = 0
+    failed = False
     for path in paths:
-        try:
-            if path.is_dir():
-                lines = list(_folder(path, bound if config_key else None))
-            else:
-                lines = list(_file(path, bound if config_key else None))
-        except PolicyError as error:
-            lines, failed = [str(error)], 1
-        for line in lines:
-            say(line)
-    return failed
+        if path.is_dir():
+            # One that is wrong is told once; the whole would only tell it again.
+            sound = all([_reported(_lines(file, None), say) for file in _files(path)])
+            sound = sound and _reported(_whole(path, bound if config_key else None), say)
+        else:
+            sound = _reported(_lines(path, bound if config_key else None), say)
+        failed |= not sound
+    return int(failed)
 
 
 def remarks(policy: Policy) -> list[str]:
@@ -61,7 +59,27 @@ def remarks(policy: Policy) -> list[str]:
 Bound = Callable[[LoadedPolicy], BoundPolicy]
 
 
-def _file(path: Path, bound: Bound | None) -> Iterator[str]:
+def _reported(check: Iterator[str], say: Callable[[str], None]) -> bool:
+    """Whether it found nothing wrong."""
+    try:
+        for line in check:
+            say(line)
+    except PolicyError as error:
+        say(str(error))
+        return False
+    return True
+
+
+def _files(folder: Path) -> list[Path]:
+    selection = folder / SELECTION_FILE
+    return [
+        *policy_files(folder),
+        *sorted(folder.glob(f"*{TESTS_SUFFIX}")),
+        *([selection] if selection.exists() else []),
+    ]
+
+
+def _lines(path: Path, bound: Bound | None) -> Iterator[str]:
     if path.name.endswith(TESTS_SUFFIX):
         tests = validated(read_mapping(path), Cases).tests
         yield f"{path}: ok ({len(tests)} tests; guard policy test runs them)"
@@ -75,8 +93,6 @@ def _file(path: Path, bound: Bound | None) -> Iterator[str]:
         yield from (f"{path}: note: {remark}" for remark in remarks(loaded.policy))
 
 
-def _folder(path: Path, bound: Bound | None) -> Iterator[str]:
-    for file in policy_files(path):
-        yield from _file(file, None)
-    default = (read_folder(path) if bound is None else load_policies(path, bound)).selection.default
-    yield f"{path}: ok (default {default})"
+def _whole(folder: Path, bound: Bound | None) -> Iterator[str]:
+    default = (read_folder(folder) if bound is None else load_policies(folder, bound)).selection.default
+    yield f"{folder}: ok (default {default})"

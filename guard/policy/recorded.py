@@ -30,6 +30,7 @@ class Recorded:
     """
 
     request_id: str
+    client_request_id: str | None
     policy: str
     action: str
     rule: str | None
@@ -60,8 +61,9 @@ def read_ledger(path: Path) -> Iterator[Recorded | None]:
 
 
 def find_request(path: Path, request_id: str) -> Recorded:
-    """The last entry of a request. Raises ``LedgerReadError``."""
-    found = [entry for entry in read_ledger(path) if entry is not None and entry.request_id == request_id]
+    """The last entry of a request, by its own id or the client's. Raises ``LedgerReadError``."""
+    entries = (entry for entry in read_ledger(path) if entry is not None)
+    found = [entry for entry in entries if request_id in (entry.request_id, entry.client_request_id)]
     if not found:
         raise LedgerReadError(f"{path}: has no request {request_id!r}")
     return found[-1]
@@ -77,6 +79,7 @@ def _parsed(line: str) -> Recorded | None:
         by_digest |= {digest: beside[name] for name, digest in shadow.get("measured", {}).items()}
         return Recorded(
             request_id=str(entry["request_id"]),
+            client_request_id=entry.get("client_request_id"),
             policy=f"{entry['policy']}@{entry['policy_hash'][:12]}",
             # Prompts are decided again; lines of versions that judged no answers have one action.
             action=str(entry.get("prompt_action", entry["action"])),

@@ -73,7 +73,7 @@ class Assignment(Section):
 
     by: Literal["key", "request"] = "key"
     """What falls into the share as a whole: `key`, all requests of one API key (without keys: each request); `request`,
-    each by its id. A client that sends `x-request-id` chooses that id."""
+    each by the id that the proxy gives it."""
 
 
 class Selection(Section):

@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from guard.mistakes import told
 
 MAX_FILE_BYTES = 1024 * 1024
 
@@ -48,8 +51,7 @@ def validated(root: yaml.Node, schema: type[Model]) -> Model:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        mistakes = error.errors(include_url=False, include_input=False)
-        raise PolicyError("\n".join(message_at(root, one["loc"], one["msg"]) for one in mistakes)) from None
+        raise PolicyError("\n".join(_mistakes(root, error))) from None
 
 
 def plain_data(root: yaml.Node) -> Any:
@@ -65,7 +67,30 @@ def plain_data(root: yaml.Node) -> Any:
 def message_at(root: yaml.Node, location: Sequence[str | int], message: str) -> str:
     """One line that names the place of a field and what is wrong with it."""
     place = locate(root, location)
-    return f"{place.path}:{place.line}: {place.field or 'the policy'}: {message.removeprefix('Value error, ')}"
+    return f"{place.path}:{place.line}: {place.field or 'the file'}: {message}"
+
+
+def _mistakes(root: yaml.Node, error: ValidationError) -> list[str]:
+    """A line for each place. Where a value may have one of several forms, pydantic tells what is wrong with each."""
+    by_place: dict[tuple[str | int, ...], list[str]] = {}
+    mistakes = error.errors(include_url=False, include_input=False)
+    for one in mistakes:
+        # pydantic counts only items without a mistake, and so finds too few beside each mistake in one.
+        inside = (other for other in mistakes if other is not one and other["loc"][: len(one["loc"])] == one["loc"])
+        if not (one["type"] == "too_short" and any(inside)):
+            by_place.setdefault(_in_file(root, one), []).append(told(one))
+    return [message_at(root, location, ", or ".join(dict.fromkeys(told))) for location, told in by_place.items()]
+
+
+def _in_file(root: yaml.Node, error: ErrorDetails) -> tuple[str | int, ...]:
+    """The way to a mistake without the names that pydantic gives to forms of a value; a missing field's own is last."""
+    location, node = [part for part in error["loc"] if not str(part).startswith("<")], root
+    way: list[str | int] = []
+    for part in location:
+        if (found := _child(node, part)) is not None:
+            node = found[1]
+            way.append(part)
+    return (*way, location[-1]) if error["type"] == "missing" else tuple(way)
 
 
 def locate(root: yaml.Node, location: Sequence[str | int]) -> Place:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hmac
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -76,10 +75,10 @@ def check_media_type(headers: Mapping[str, str]) -> None:
         raise MediaTypeError("content-type must be application/json")
 
 
-def request_id(headers: Mapping[str, str]) -> str:
-    """The client's own id when it is short and plain, else a fresh one."""
+def client_request_id(headers: Mapping[str, str]) -> str | None:
+    """The client's own id when it is short and plain. Several requests may have the same."""
     given = headers.get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if REQUEST_ID.fullmatch(given) else None
 
 
 def _host_name(host: str) -> str:

@@ -139,7 +139,7 @@ class Exchange:
     def _guard_headers(self) -> dict[str, str]:
         record = self.record
         headers = {
-            "x-request-id": record.request_id,
+            "x-request-id": record.client_request_id or record.request_id,
             "x-guard-request-id": record.request_id,
             "x-guard-policy": self.label,
         }

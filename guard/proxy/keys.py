@@ -21,6 +21,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from guard.mistakes import first_mistake
 from guard.policy.conditions import Section
 from guard.policy.schema import PolicyName
 from guard.policy.selection import KeyHash
@@ -229,9 +230,8 @@ def _made(make: Callable[[], Key]) -> Key:
     try:
         return make()
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        what = first["msg"].removeprefix("Value error, ")
+        location, what = first_mistake(error)
+        where = ".".join(map(str, location))
         raise KeysError(f"{where}: {what}" if where else what) from None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from guard.proxy.access import request_id
+from guard.proxy.access import client_request_id
 from guard.proxy.errors import ApiError, InternalError, StoppedError, UpstreamError
 from guard.proxy.exchange import ClientGoneError, Exchange
 from guard.proxy.services import Services
@@ -44,7 +44,9 @@ class Recorded:
         services = self._services
         # Until it is known who asks for what, the default policy stands for the request.
         policy = services.policies.current.default.live
-        record = RequestRecord(request_id(Headers(scope=scope)), self._route, policy.name, policy.hash)
+        record = RequestRecord(
+            self._route, policy.name, policy.hash, client_request_id=client_request_id(Headers(scope=scope))
+        )
         in_flight = services.metrics.in_flight.labels(self._route)
         services.under_way += 1
         in_flight.inc()
@@ -68,11 +70,11 @@ class Recorded:
             record.outcome = "upstream_broken" if broke_off else error.outcome
             await exchange.fail(error)
         except asyncio.CancelledError:
+            # Not raised again: the task ends here, and uvicorn would log it as a failure, with a traceback.
             record.outcome = "stopped"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await exchange.fail(StoppedError("the guard is stopping; try again"))
-            raise
         except Exception as error:
             record.outcome = "internal_error"
             # Where and what, without the exception's own text, which may quote the request.

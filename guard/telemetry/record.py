@@ -6,6 +6,7 @@ Owns the fields of a ledger entry and their units. Holds no text of a prompt or 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -77,10 +78,11 @@ class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
     a streamed answer, that went to the client."""
 
-    request_id: str
     route: str
     policy: str
     policy_hash: str
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    client_request_id: str | None = None
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started_s: float = field(default_factory=time.perf_counter)
     key: str | None = None
@@ -142,6 +144,7 @@ class RequestRecord:
         return {
             "time": self.started_at.isoformat(timespec="milliseconds"),
             "request_id": self.request_id,
+            "client_request_id": self.client_request_id,
             "route": self.route,
             "key": self.key,
             "tenant": self.tenant,
@@ -178,7 +181,8 @@ class RequestRecord:
 
 ENTRY_FIELDS: Mapping[str, str] = {
     "time": "When the request came, UTC.",
-    "request_id": "Also the response header x-request-id, and what vLLM was given.",
+    "request_id": "Also the response header x-guard-request-id, and what vLLM was given; new each time.",
+    "client_request_id": "What the client sent as x-request-id if that was short and plain; null otherwise.",
     "route": "Path, or other.",
     "key": "Id of the API key; null when none is asked for, or it was refused.",
     "tenant": "Tenant of the key; null without one.",

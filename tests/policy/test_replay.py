@@ -38,7 +38,7 @@ def bound(tmp_path: Path, text: str = POLICY, name: str = "p.yaml") -> BoundPoli
 def line(policy: BoundPolicy, request_id: str, shadow: BoundPolicy | None = None, **scores: Score | float) -> str:
     """A line as the proxy writes it."""
     given = {name: one if isinstance(one, Score) else Score("scored", one) for name, one in scores.items()}
-    record = RequestRecord(request_id, "/v1/chat/completions", policy.name, policy.hash)
+    record = RequestRecord("/v1/chat/completions", policy.name, policy.hash, request_id)
     record.scores = {name: one for name, one in given.items() if name in policy.detectors}
     record.measured, record.decision = policy.digests, policy.decide(record.scores)
     if shadow is not None:
@@ -100,7 +100,7 @@ def test_the_same_measurement_is_found_under_any_name_and_in_the_shadows_scores(
 
 def test_lines_without_a_decision_and_lines_that_are_no_entry_are_counted_apart(tmp_path: Path) -> None:
     policy = bound(tmp_path)
-    undecided = json.dumps(RequestRecord("r0", "other", policy.name, policy.hash).to_entry())
+    undecided = json.dumps(RequestRecord("other", policy.name, policy.hash, "r0").to_entry())
     result = replayed(tmp_path, [undecided, '{"half', "[]", "3", line(policy, "r1", a=0.1, b=0.1)], POLICY)
     assert (result.compared, result.undecided, result.unreadable) == (1, 1, 3)
 
@@ -182,7 +182,7 @@ def test_a_request_or_ledger_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_recorded_score_is_only_a_name_where_nothing_says_what_was_measured() -> None:
     score = Score("scored", 0.5)
-    old = Recorded("r", "p@0", "allow", None, None, None, {"a": score}, {}, {})
+    old = Recorded("r", None, "p@0", "allow", None, None, None, {"a": score}, {}, {})
     assert old.score("a", "probe@1") is score
-    new = Recorded("r", "p@0", "allow", None, None, None, {"a": score}, {"a": "probe@2"}, {"probe@2": score})
+    new = Recorded("r", None, "p@0", "allow", None, None, None, {"a": score}, {"a": "probe@2"}, {"probe@2": score})
     assert (new.score("a", "probe@1"), new.score("z", "probe@2")) == (None, score)

@@ -51,6 +51,43 @@ def test_lint_reports_every_file_and_fails_when_one_is_bad(tmp_path: Path) -> No
     assert lint(POLICIES, said.append) == 0
 
 
+def test_lint_tells_the_mistakes_of_all_files_of_a_folder_in_plain_words(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("""version: 1
+name: a
+detectors:
+  danger: {kind: probe, scope: {roles: 3}}
+rules:
+  - name: one
+    when: {score: danger, at_least: [high]}
+    action: blok
+  - name: two
+    when: {all: [{detector: danger}, {any: []}]}
+    action: block
+    frobnicate: 1
+  - when: 3
+    action: block
+""")
+    (tmp_path / "b.yaml").write_text("version: 1\nname: b\nrules: {}\n")
+    (tmp_path / "selection.yaml").write_text("version: 1\nassignments:\n  - {name: x, policy: a, percent: much}\n")
+    said: list[str] = []
+    assert lint([tmp_path], said.append) == 1
+    assert "\n".join(said).replace(f"{tmp_path}/", "").splitlines() == [
+        "a.yaml:4: detectors.danger.scope: must be a list",
+        "a.yaml:7: rules.0.when.detector: is missing",
+        "a.yaml:7: rules.0.when.at_least: must be a number, or must be text",
+        "a.yaml:7: rules.0.when.score: there is no such field",
+        "a.yaml:8: rules.0.action: must be 'flag', 'redact', 'steer', 'retry', 'route' or 'block'",
+        "a.yaml:10: rules.1.when.all.0: needs at_least, below, or both",
+        "a.yaml:10: rules.1.when.all.1.any: must have at least 1 item, not 0",
+        "a.yaml:12: rules.1.frobnicate: there is no such field",
+        "a.yaml:13: rules.2.name: is missing",
+        "a.yaml:13: rules.2.when: a condition is a mapping with detector, all, any or not",
+        "b.yaml:3: rules: must be a list",
+        "selection.yaml:1: default: is missing",
+        "selection.yaml:3: assignments.0.percent: must be a number",
+    ]
+
+
 def test_with_a_model_lint_knows_its_thresholds_and_steering_vectors(tmp_path: Path) -> None:
     key, folder, said = "SmolLM2-135M-Instruct", data_folder("model_configs"), list[str]()
     assert lint(POLICIES, said.append, config_key=key, model_configs=folder) == 0, said

@@ -157,7 +157,10 @@ async def test_the_official_client_streams_and_reads_the_request_id(proxy: Proxy
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in raw.parse()])
     assert text == "".join(WORDS)
     assert raw.headers["x-request-id"] == "my-1"
-    assert proxy.engine.headers[0]["x-request-id"] == "my-1"
+    own = raw.headers["x-guard-request-id"]
+    assert proxy.engine.headers[0]["x-request-id"] == own != "my-1"
+    entry = await proxy.entry()
+    assert (entry["request_id"], entry["client_request_id"]) == (own, "my-1")
     assert [model.id async for model in client(proxy).models.list()] == ["tiny"]
 
 

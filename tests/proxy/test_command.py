@@ -135,7 +135,10 @@ async def test_what_does_not_end_in_time_is_ended_with_an_error_and_recorded(tmp
         proxy.process.send_signal(signal.SIGTERM)
         status, body = await asyncio.wait_for(hanging, 10)
         assert (status, body["error"]["code"]) == (503, "stopping")
+        assert proxy.process.stdout is not None
+        said = await asyncio.wait_for(proxy.process.stdout.read(), 10)
         assert await asyncio.wait_for(proxy.process.wait(), 10) == 0
+        assert b"Traceback" not in said
         assert proxy.outcomes() == ["stopped"]
 
 

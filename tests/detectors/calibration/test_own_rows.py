@@ -31,11 +31,11 @@ def jsonl(folder: Path, *rows: Any) -> Path:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"label": "harmless", "text": PRIVATE}, "row 2: label: Input should be 'benign' or 'attack'"),
-        ({"text": PRIVATE}, "row 2: label: Field required"),
-        ({"label": "attack"}, "row 2: the row: Value error, a row has either text or messages"),
-        ({"label": "attack", "text": ""}, "row 2: text: String should have at least 1 character"),
-        ({"label": "attack", "text": PRIVATE, "lable": "x"}, "row 2: lable: Extra inputs are not permitted"),
+        ({"label": "harmless", "text": PRIVATE}, "row 2: label: must be 'benign' or 'attack'"),
+        ({"text": PRIVATE}, "row 2: label: is missing"),
+        ({"label": "attack"}, "row 2: the row: a row has either text or messages"),
+        ({"label": "attack", "text": ""}, "row 2: text: must have at least 1 character"),
+        ({"label": "attack", "text": PRIVATE, "lable": "x"}, "row 2: lable: there is no such field"),
         ({"label": "attack", "messages": [{"role": "robot", "content": PRIVATE}]}, "row 2: messages.0.role"),
         ({"label": "attack", "messages": [{"role": "assistant", "content": PRIVATE}]}, "the last of the messages"),
         ('{"label": "attack", ', "row 2: not JSON"),
