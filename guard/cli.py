@@ -110,6 +110,15 @@ RedisUrl = Annotated[
         rich_help_panel=ACCESS,
     ),
 ]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        envvar="GUARD_WORKERS",
+        min=1,
+        help="Processes that the proxy runs in, on the same port; one uses at most one core. Default: 1.",
+        rich_help_panel=LISTENING,
+    ),
+]
 AdminPort = Annotated[
     int | None,
     typer.Option(
@@ -179,6 +188,7 @@ def serve(
     compiled: Compiled = False,
     keys: Keys = None,
     redis_url: RedisUrl = None,
+    workers: Workers = None,
     admin_port: AdminPort = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -194,6 +204,7 @@ def serve(
         ledger=ledger,
         keys=keys,
         redis_url=redis_url,
+        workers=workers,
         admin_port=admin_port,
         tls_cert=tls_cert,
         tls_key=tls_key,
@@ -222,6 +233,7 @@ def proxy(
     ledger: Ledger = None,
     keys: Keys = None,
     redis_url: RedisUrl = None,
+    workers: Workers = None,
     admin_port: AdminPort = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -238,6 +250,7 @@ def proxy(
         ledger=ledger,
         keys=keys,
         redis_url=redis_url,
+        workers=workers,
         admin_port=admin_port,
         tls_cert=tls_cert,
         tls_key=tls_key,

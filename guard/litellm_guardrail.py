@@ -38,7 +38,7 @@ from guard.proxy.errors import ApiError
 from guard.proxy.judging import AnswerJudge
 from guard.proxy.readouts import Finding, from_event, split_field
 from guard.proxy.verdict import judge, read_texts
-from guard.proxy.wire import Form, Frame, Texts
+from guard.proxy.wire import AROUND, Form, Frame, Texts
 from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
 from guard.proxy.wire_responses import responses_form
@@ -62,7 +62,7 @@ ANSWERS: Mapping[str, Form | None] = {
 }
 """LiteLLM's classes of answers; None: no text is in it."""
 
-TEXTS = ("messages", "system", "prompt", "suffix", "input", "instructions", "tools", "functions", "response_format")
+TEXTS = ("messages", "system", "prompt", "input", "instructions", *AROUND)
 ACTIONS = ("block", "flag", "redact")
 NO_ENGINE = "no vLLM with the plugin is configured for this guardrail (engine)"
 NOTE = "mia_guard"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
+from guard.proxy.body import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
 from guard.proxy.errors import ApiError
 from guard.settings import PREFIX, Settings
 from guard.telemetry.record import ENTRY_FIELDS
@@ -36,6 +37,9 @@ Refused, because it would decide where a prompt is measured, or whether: `vllm_x
 Refused too: several prompts in one completion request and `prompt_embeds`; `background`, `previous_response_id`,
 `prompt`, `conversation` and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the request.
 
+A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,
+and MAX_VALUES texts, fields, lists and objects at any depth; more is a 400.
+
 Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no policy sees. With API keys configured, all
 but the last three rows want `Authorization: Bearer KEY`, or `x-api-key: KEY`.
 
@@ -60,8 +64,8 @@ choice, the usage if it was asked for, and `[DONE]`; in `/v1/responses` with `re
 `content_filter`; in `/v1/messages` with `stop_reason: refusal`. Its usage counts what was released: chunks, or tokens
 where logprobs show them. A token that was withheld is nowhere in the answer, and neither are its logprobs, its part of
 a tool call or its part of the usage. A missing score under `on_error: block` ends a stream with an error instead. Each
-choice and each of its fields (words, reasoning, refusal, names and arguments of tool calls) is judged; the worst
-decides for all.
+choice is judged, and in it each field that may hold text of the model: words, reasoning, refusals, names and arguments
+of tool calls, code, queries, transcripts, stop words. The worst decides for all.
 
 ## Admin API
 On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a key opens nothing else. Of this process.
@@ -95,7 +99,7 @@ The file is YAML with these names in lower case without `GUARD_`. Every setting 
 
 def reference() -> str:
     """The whole page."""
-    return HEAD + "".join(
+    return _head() + "".join(
         f"\n## {title}\n{note}\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n" + "".join(rows)
         for title, note, columns, rows in (
             (
@@ -113,6 +117,11 @@ def reference() -> str:
             ("Ledger", "\nOne JSON object a line, for every request.\n", ("field", "meaning"), list(_ledger())),
         )
     )
+
+
+def _head() -> str:
+    limits = {"MAX_MESSAGES": MAX_MESSAGES, "MAX_PARTS": MAX_PARTS, "MAX_TOOLS": MAX_TOOLS, "MAX_VALUES": MAX_VALUES}
+    return re.sub(r"MAX_[A-Z]+", lambda name: f"{limits[name[0]]:,}", HEAD)
 
 
 def _errors() -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,15 +26,14 @@ from guard.mia.spec import SpanPositions
 from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, resolve_model
 from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
-from guard.proxy.admin import admin_app
-from guard.proxy.app import application
 from guard.proxy.keys import KeysError
-from guard.proxy.services import Services
-from guard.proxy_server import StartError, Stopping, Tls, check_tls, listening_socket, serving
+from guard.proxy_process import checked_services
+from guard.proxy_server import StartError, listening_socket
 from guard.settings import Settings, SettingsError, load_settings
 from guard.supervisor import running_engine
-from guard.telemetry.ledger import LedgerError, check_writable
+from guard.telemetry.ledger import LedgerError
 from guard.terminal import pull_with_progress, say, tick_printer
+from guard.workers import proxies
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Pair:
     proxy_url: str
     ledger: Path
     server: asyncio.Task[None] | None = None
-    """The proxy's server when it runs in this process."""
+    """The proxy's server, or what watches its workers, when it runs in this process."""
 
     async def wait_ended(self) -> None:
         if self.server is not None:
@@ -125,13 +123,13 @@ async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
     command = _engine_command(options, model, settings)
     with listening_socket(settings.host, settings.port, settings.client_timeout_s) as listener:
         _need_free_port(options.engine_port)
-        services = _services(settings)
+        services = checked_services(settings)
         if options.model in SOURCES:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
         async with (
             running_engine(command, say, lambda: tick_printer("starting vLLM")),
-            _proxy(services, listener) as server,
+            proxies(services, listener, say) as server,
         ):
             yield Pair(command.url, _url(settings), settings.ledger, server)
 
@@ -144,41 +142,9 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[Non
         given["config_key"] = resolve_model(options.model).config_key
     settings = load_settings(**given)
     with listening_socket(settings.host, settings.port, settings.client_timeout_s) as listener:
-        async with _proxy(_services(settings), listener) as server:
+        async with proxies(checked_services(settings), listener, say) as server:
             say(f"ready: {_url(settings)}/v1, in front of {', '.join(settings.upstream)} (Ctrl-C ends)")
             yield server
-
-
-def _services(settings: Settings) -> Services:
-    """Raises whatever the start must be refused for."""
-    check_writable(settings.ledger)
-    if (tls := _tls(settings)) is not None:
-        check_tls(tls)
-    return Services(settings)
-
-
-@contextlib.asynccontextmanager
-async def _proxy(services: Services, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """The proxy's server, and the admin API's beside it if it has a port. The latter answers until the end."""
-    settings = services.settings
-
-    def begin() -> None:
-        services.draining = True
-
-    stopping = Stopping(begin, settings.drain_delay_s, settings.drain_timeout_s)
-    async with contextlib.AsyncExitStack() as stack:
-        if settings.admin_port is not None:
-            admin = stack.enter_context(listening_socket(settings.admin_host, settings.admin_port))
-            await stack.enter_async_context(serving(admin_app(services), admin, tls=_tls(settings)))
-        yield await stack.enter_async_context(
-            serving(application(services), listener, stopping=stopping, tls=_tls(settings))
-        )
-
-
-def _tls(settings: Settings) -> Tls | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    return Tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 def _url(settings: Settings) -> str:

@@ -90,8 +90,12 @@ class Settings(BaseSettings):
     """File of API keys, written by ``guard keys``; changes are noticed while the proxy runs. Without it and without
     ``api_key_hashes`` no key is asked for."""
 
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Processes that the proxy runs in, on the same port; one uses at most one core. More than one count limits of keys
+    and tenants only through Redis."""
+
     max_concurrent: Annotated[int, Field(ge=1)] = 4096
-    """Most requests under way at once, of everybody together; more are a 503."""
+    """Most requests under way at once, of everybody together; more are a 503. Each worker takes its share of them."""
 
     redis_url: SecretStr | None = None
     """Redis that counts the limits of keys and tenants for all replicas together, as ``redis://HOST:6379/0``. Without

@@ -94,6 +94,20 @@ async def test_without_an_engine_its_detectors_are_unavailable_and_texts_are_jud
     assert (headers["x-guard-action"], headers["x-guard-rules"]) == ("redact", "stop,hide")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("documents", [{"text": "the secret"}]),
+        ("chat_template_kwargs", {"note": "the secret"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"description": "the secret"}}}),
+    ],
+)
+async def test_every_field_that_a_template_may_show_is_read(make: Make, field: str, value: Any) -> None:
+    data = {**request("hello"), field: value}
+    await make().async_pre_call_hook(user_api_key_dict=None, cache=None, data=data, call_type="acompletion")
+    assert "hide" in data["metadata"]["mia_guard"]["rules"]
+
+
 @pytest.mark.parametrize("fault", [{"event": "garbled"}, {"event": "missing"}, {"error": (500, {}, {})}, None])
 async def test_an_engine_that_does_not_answer_is_no_score(make: Make, fault: dict[str, Any] | None) -> None:
     strict = IN_MODEL.replace("on_error: flag", "on_error: block")

@@ -31,17 +31,19 @@ class Use:
 
 
 class KeyStore:
-    """Keys of a file, and ``hashes`` of keys beside it. Raises ``KeysError`` when there is nothing to begin with."""
+    """Keys of a file, and ``hashes`` of keys beside it. ``limits_count``: whether limits mean what they say here.
+    Raises ``KeysError`` when there is nothing to begin with."""
 
-    def __init__(self, path: Path | None = None, hashes: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Path | None = None, hashes: tuple[str, ...] = (), *, limits_count: bool = True) -> None:
         self.path = path
+        self._limits_count = limits_count
         self.error: str | None = None
         """Why the file that is there now is not what counts."""
         self.uses: dict[str, Use] = {}
         """By the key's id; only of keys that exist."""
         self._hashes = hashes
         self._stamp = self._look()
-        self.current: KeyRing = key_ring(read_keys(path) if path is not None else None, hashes)
+        self.current: KeyRing = self._read()
 
     def reload(self) -> bool:
         """Read the file again. False: it cannot be used, and nothing changed."""
@@ -49,7 +51,7 @@ class KeyStore:
             return True
         self._stamp = self._look()
         try:
-            new = key_ring(read_keys(self.path), self._hashes)
+            new = self._read()
         except KeysError as error:
             self.error = str(error)
             log.error("keys not changed: %s", error)
@@ -75,6 +77,17 @@ class KeyStore:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._look() != self._stamp:
                 self.reload()
+
+    def _read(self) -> KeyRing:
+        ring = key_ring(read_keys(self.path) if self.path is not None else None, self._hashes)
+        if not self._limits_count:
+            limited = [one for one in (ring.callers or {}).values() if one.limits.any or one.tenant_limits.any]
+            if limited:
+                raise KeysError(
+                    f"{self.path}: key {limited[0].key_id} has limits, which several worker processes count only "
+                    "through Redis: set redis_url, or workers to 1"
+                )
+        return ring
 
     def _look(self) -> Stamp:
         if self.path is None:

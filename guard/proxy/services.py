@@ -46,7 +46,8 @@ class Services:
         self.settings = settings
         self.policies = PolicyStore(settings.policy, self._bound, self._reloaded)
         first = self.policies.current.default.live
-        self.access = Access(KeyStore(settings.keys, settings.api_key_hashes))
+        limits_count = settings.workers == 1 or settings.redis_url is not None
+        self.access = Access(KeyStore(settings.keys, settings.api_key_hashes, limits_count=limits_count))
         self.admission = Admission(settings)
         self.metrics = Metrics(first.name, first.hash, ROUTES, first.rule_names, first.detector_kinds)
         self._announce(self.policies.current)

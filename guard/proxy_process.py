@@ -1,0 +1,50 @@
+"""One proxy process: its server, and the admin API's beside it.
+
+Owns what is refused before anything is served, and in which order the two start and stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+from guard.proxy.admin import admin_app
+from guard.proxy.app import application
+from guard.proxy.services import Services
+from guard.proxy_server import Stopping, Tls, check_tls, listening_socket, serving
+from guard.settings import Settings
+from guard.telemetry.ledger import check_writable
+
+
+def checked_services(settings: Settings) -> Services:
+    """Raises whatever the start must be refused for."""
+    check_writable(settings.ledger)
+    if (tls := _tls(settings)) is not None:
+        check_tls(tls)
+    return Services(settings)
+
+
+@contextlib.asynccontextmanager
+async def proxy_running(services: Services, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """The proxy's server, and the admin API's beside it if it has a port. The latter answers until the end."""
+    settings = services.settings
+
+    def begin() -> None:
+        services.draining = True
+
+    stopping = Stopping(begin, settings.drain_delay_s, settings.drain_timeout_s)
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.admin_port is not None:
+            admin = stack.enter_context(listening_socket(settings.admin_host, settings.admin_port))
+            await stack.enter_async_context(serving(admin_app(services), admin, tls=_tls(settings)))
+        yield await stack.enter_async_context(
+            serving(application(services), listener, stopping=stopping, tls=_tls(settings))
+        )
+
+
+def _tls(settings: Settings) -> Tls | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
