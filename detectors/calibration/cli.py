@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from detectors.calibration.fitted import Fitted, Job
     from detectors.calibration.material import Request
 
 DEFAULT_ROWS = 1500
@@ -26,8 +27,17 @@ class Kind(enum.StrEnum):
 
     attention_tracker = "attention_tracker"
     probe = "probe"
+    text_baseline = "text_baseline"
+    combination = "combination"
+    tool_call_risk = "tool_call_risk"
+    h_node = "h_node"
+    science_hallucination = "science_hallucination"
     steering = "steering"
     threshold = "threshold"
+
+
+OFFLINE = {"h_node", "science_hallucination"}
+"""Kinds that read other conversations than those of ``--data``."""
 
 
 class Pooling(enum.StrEnum):
@@ -88,7 +98,8 @@ def calibrate(
 
     A run that was stopped goes on where it was when it is started again.
     """
-    chosen = tuple(kind.value for kind in (kinds or [kind for kind in Kind if kind is not Kind.threshold]))
+    everything = [kind for kind in Kind if kind is not Kind.threshold and not (url and kind.value in OFFLINE)]
+    chosen = tuple(kind.value for kind in (kinds or everything))
     with told_errors():
         if Kind.threshold.value in chosen:
             _threshold(chosen, ledger, detector, config, budget)
@@ -98,11 +109,15 @@ def calibrate(
         if pooling is not Pooling.last_token:
             options += ["--pooling", pooling.value]
         folder, key = model_folder(model)
+        from detectors.calibration.fitted import Job
         from detectors.calibration.material import Request
 
+        if url is not None and (alone := OFFLINE & set(chosen)):
+            typer.echo(f"guard: {', '.join(sorted(alone))}: read with an engine of their own, without --url", err=True)
+            raise typer.Exit(2)
         request = Request(folder, names, seed, rows or None, url=url, api_key=api_key)
         command = shlex.join(["guard", "calibrate", *chosen, *options])
-        _calibrate(chosen, model, key, request, out, pooling, command)
+        _calibrate(Job(folder, key, model, chosen, seed, command, pooling.value), request, out)
 
 
 def kinds_and(names: tuple[str, ...], rows: int) -> list[str]:
@@ -110,24 +125,31 @@ def kinds_and(names: tuple[str, ...], rows: int) -> list[str]:
     return [*(word for name in names for word in ("--data", name)), "--rows", str(rows)]
 
 
-def _calibrate(
-    kinds: tuple[str, ...], model: str, key: str, request: Request, out: Path, pooling: Pooling, command: str
-) -> None:
+def _calibrate(job: Job, request: Request, out: Path) -> None:
+    from detectors.calibration import of_claims, of_references
+    from detectors.calibration.fitted import write
     from detectors.calibration.material import gather
+    from detectors.calibration.of_prompts import KINDS, fit_on_prompts
     from detectors.calibration.progress import Reporter
-    from detectors.calibration.run import Job, fit_detectors, write
     from detectors.calibration.steering import calibrate_steering
 
-    job = Job(request.model, key, model, kinds, request.seed, command, pooling.value)
     with Reporter() as reporter:
-        if detectors := tuple(kind for kind in kinds if kind != Kind.steering.value):
+        fitted: dict[str, Fitted] = {}
+        if set(KINDS) & set(job.kinds):
             material = gather(request, reporter.say, reporter.total, reporter.advance_to)
-            result = fit_detectors(job, material.rows, material.features, reporter.say)
-            for path in write(result, job, out):
-                reporter.say(f"wrote {path}")
-            for kind in detectors:
-                reporter.show_quality(kind, result.configs[kind])
-        if Kind.steering.value in kinds:
+            fitted |= fit_on_prompts(job, material.rows, material.features, reporter.say)
+        for kind, fit, subjects in (
+            (Kind.h_node, of_claims.fit_on_claims, of_claims.SUBJECTS),
+            (Kind.science_hallucination, of_references.fit_on_references, of_references.SUBJECTS),
+        ):
+            if kind.value in job.kinds:
+                some = subjects if request.most_rows is not None else None
+                fitted[kind.value] = fit(job, some, reporter.say, reporter.total, reporter.advance_to)
+        for path in write(fitted, job, out):
+            reporter.say(f"wrote {path}")
+        for kind_, one in fitted.items():
+            reporter.show_quality(kind_, one.config)
+        if Kind.steering.value in job.kinds:
             for path in calibrate_steering(job, out, reporter.say):
                 reporter.say(f"wrote {path}")
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from detectors.calibration.material import Material, Request
     from detectors.calibration.progress import Reporter
 
-DETECTORS = ("probe", "attention_tracker")
+DETECTORS = ("probe", "attention_tracker", "text_baseline", "combination", "tool_call_risk")
+"""In the order in which they are scored: the combination comes behind its inputs."""
 
 
 def evaluate(
@@ -80,21 +81,15 @@ def _reports(
 ) -> dict[str, DetectorReport]:
     import numpy as np
 
-    from detectors.calibration.baseline import baseline_scores, fit_baseline, unseen_scores
     from detectors.calibration.evaluation import Rated, report_of
     from detectors.calibration.fit_probe import Choice
-    from detectors.calibration.leave_one_out import BASELINE, leave_one_out
-    from detectors.calibration.metrics import thresholds
+    from detectors.calibration.leave_one_out import leave_one_out
     from detectors.calibration.positions import SOURCE
-    from detectors.calibration.scoring import scores_of
+    from detectors.calibration.scoring import scored_rows
     from detectors.registry import build_detector
 
     rows, features = material.rows, material.features
-    where = {
-        split: np.flatnonzero([row.split == split and (row.source != SOURCE or split == "held_out") for row in rows])
-        for split in ("train", "validation", "held_out")
-    }
-    held_out, tokens = [rows[i] for i in where["held_out"]], features.tokens[where["held_out"]]
+    index = np.flatnonzero([row.split == "held_out" for row in rows])
     built: dict[str, Any] = {
         kind: build_detector(kind, path) for kind in DETECTORS if (path := configs / kind / f"{key}.json").is_file()
     }
@@ -104,21 +99,16 @@ def _reports(
         plain = np.flatnonzero([row.source != SOURCE for row in rows])
         choice = Choice(getattr(params, "pooling", "last_token"), tuple(params.layers))
         left_out = leave_one_out([rows[i] for i in plain], features.part(plain), choice, seed, reporter.say)
-    reports = {}
+    reports, scores = {}, dict[str, Any]()
     for kind, detector in built.items():
         reporter.say(f"scoring with {kind}")
-        rated = Rated(held_out, scores_of(detector, features.part(where["held_out"])), tokens)
-        reports[kind] = report_of(rated, detector.thresholds, seed, left_out.get(kind))
-    reporter.say("fitting the text baseline")
-    labels = np.array([row.label == "attack" for row in rows], dtype=np.int64)
-    texts = {split: [rows[i].text for i in index] for split, index in where.items()}
-    fitted = fit_baseline(texts["train"], labels[where["train"]], texts["validation"], labels[where["validation"]])
-    both = np.concatenate([where["train"], where["validation"]])
-    unseen = unseen_scores(fitted, [rows[i].text for i in both], labels[both], [rows[i].group for i in both], seed)
-    scores = baseline_scores(fitted, texts["held_out"])
-    points = thresholds((unseen, labels[both]), (scores, labels[where["held_out"]]))
-    values = {name: point.value for name, point in points.items()}
-    reports[BASELINE] = report_of(Rated(held_out, scores, tokens), values, seed, left_out.get(BASELINE))
+        # Others than rows that end with what a tool returned are no steps of an agent.
+        at = np.array([i for i in index if kind != "tool_call_risk" or rows[i].place == "tool"])
+        kept = [rows[i] for i in at]
+        scores[kind] = scored_rows(detector, kept, features.part(at), scores)
+        reports[kind] = report_of(
+            Rated(kept, scores[kind], features.tokens[at]), detector.thresholds, seed, left_out.get(kind)
+        )
     return reports
 
 

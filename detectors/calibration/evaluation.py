@@ -229,7 +229,7 @@ def _named(rated: Rated) -> Iterator[tuple[str, Callable[[Row, float], bool]]]:
                 f"place {place}, {position}",
                 lambda row, _, p=place, at=position: (row.place, row.position) == (p, at),  # type: ignore[misc]
             )
-    for characters in (1200, 5000, 12500):
+    for characters in (1200, 5000, 12500, 17500):
         for position in ("start", "middle", "end"):
             yield (
                 f"positions, {characters} characters, {position}",

@@ -8,18 +8,16 @@ and thresholds come from the same out-of-fold scores: each row's is by a fit tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 from sklearn.metrics import brier_score_loss  # type: ignore[import-untyped]
 
 from detectors.calibration.features import Features
+from detectors.calibration.fitted import Pooling
 from detectors.calibration.logistic import Linear, Matrix, Rotated, calibrate, out_of_fold_logits
 from detectors.calibration.metrics import Labels, Scores, auroc, tpr_at_fpr
 from detectors.probe import sigmoid
-
-Pooling = Literal["last_token", "mean"]
 
 REGULARISATIONS = (1e-4, 1e-3, 1e-2, 1e-1)
 SET_SIZES = (2, 3, 4, 5, 6, 8, 10, 15)
@@ -106,27 +104,34 @@ def fit_probe(
         shortlist.append((Candidate(one.choice, one.regularisation, *found), x, unseen))
     best, x, unseen = max(shortlist, key=lambda one: one[0].merit)
     others = "; ".join(str(one) for one, _, _ in shortlist if one is not best)
-    scaled = calibrate(Rotated(x).fit(labels, best.regularisation), unseen, labels)
-    return FittedProbe(
-        best.choice,
-        scaled.linear,
-        scaled.scores(unseen),
-        {
+    fitted = _fitted(best, x, labels, unseen)
+    brier = brier_score_loss(labels, sigmoid(fitted.unseen))
+    return replace(
+        fitted,
+        choices={
             "layers and regularisation": f"{len(tried)} tried on validation rows; of the best, out of fold on training "
             f"and validation rows: {best}" + (f"; others: {others}" if others else ""),
             "weights": "training and validation rows together",
             "calibration": "Platt scaling on out-of-fold logits of these rows, equal class sizes; Brier score of them "
-            f"{brier_score_loss(labels, sigmoid(scaled.scores(unseen))):.3f}",
+            f"{brier:.3f}",
             "thresholds": "on out-of-fold scores of the benign ones among these rows",
         },
     )
 
 
-def refit(train: LabelledRows, validation: LabelledRows, choice: Choice) -> Linear:
-    """Weights for given layers and tokens: the best penalty on validation rows, fitted to both; not scaled."""
+def refit(train: LabelledRows, validation: LabelledRows, choice: Choice, seed: int) -> FittedProbe:
+    """For given layers and tokens: the best penalty on validation rows, fitted to both."""
     best = max(_tried(train, validation, choice), key=lambda c: c.merit)
     x = np.concatenate([choice.columns(part.features) for part in (train, validation)])
-    return Rotated(x).fit(np.concatenate([train.labels, validation.labels]), best.regularisation)
+    labels = np.concatenate([train.labels, validation.labels])
+    unseen = out_of_fold_logits(x, labels, [*train.groups, *validation.groups], best.regularisation, seed)
+    return _fitted(best, x, labels, unseen)
+
+
+def _fitted(best: Candidate, x: Matrix, labels: Labels, unseen: Scores) -> FittedProbe:
+    """Fitted to all rows, and scaled by ``unseen``, their logits out of fold."""
+    scaled = calibrate(Rotated(x).fit(labels, best.regularisation), unseen, labels)
+    return FittedProbe(best.choice, scaled.linear, scaled.scores(unseen), {})
 
 
 def candidates(features: Features, pooling: Pooling) -> Iterator[Choice]:

@@ -15,7 +15,14 @@ from safetensors.numpy import save
 
 from detectors.calibration.logistic import Linear, calibrate
 from detectors.calibration.metrics import Labels, Scores
+from detectors.linear import sigmoid
 from detectors.text_baseline import BIAS, IDF, WEIGHT, Params
+
+
+def unseen_probabilities(unseen: Scores, labels: Labels) -> Scores:
+    """``unseen``, decision values, as what the detector would say: the same Platt scaling."""
+    return np.asarray(sigmoid(calibrate(Linear(np.zeros(0), 0.0), unseen, labels).scores(unseen)))
+
 
 ANALYZERS = {"word": "words", "char_wb": "characters"}
 

@@ -1,4 +1,4 @@
-"""Each set left out in turn: a probe, and the text baseline, fitted without it and measured on all of its rows.
+"""Each set left out in turn: probe, text baseline and both together, fitted without it, measured on all of its rows.
 
 Owns the folds. What is nearly the same as a row of the set that is left out leaves with it, wherever it was read from.
 """
@@ -10,14 +10,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from detectors.calibration.baseline import baseline_scores, fit_baseline
+from detectors.calibration.baseline import baseline_scores, fit_baseline, unseen_scores
 from detectors.calibration.evaluation import LEAST_ROWS, SLICE_ROUNDS, Measured, measured
 from detectors.calibration.features import Features
+from detectors.calibration.fit_combination import fit_combination
 from detectors.calibration.fit_probe import Choice, LabelledRows, refit
+from detectors.calibration.logistic import Linear, calibrate
 from detectors.calibration.metrics import Labels, Scores
 from detectors.calibration.rows import Row
+from detectors.calibration.scoring import combined
+from detectors.combination import Combination, CombinationConfig
+from detectors.linear import sigmoid
+from detectors.model_config import ModelInfo
 
-BASELINE = "text baseline"
+KINDS = ("probe", "text_baseline", "combination")
 
 Index = npt.NDArray[np.int64]
 
@@ -29,24 +35,21 @@ def leave_one_out(
     seed: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, dict[str, Measured]]:
-    """Detector (``probe``, ``text baseline``) -> set -> measures.
+    """Kind of ``KINDS`` -> set -> measures.
 
-    ``choice``: layers and tokens, which stay those of the whole calibration; weights and penalty are fitted anew.
+    ``choice``: layers and tokens, which stay those of the whole calibration; everything else is fitted anew.
     A set's rows of all splits count, together with held-out benign rows of the other sets, which neither saw.
     """
     labels = np.array([row.label == "attack" for row in rows], dtype=np.int64)
-    found: dict[str, dict[str, Measured]] = {"probe": {}, BASELINE: {}}
+    found: dict[str, dict[str, Measured]] = {kind: {} for kind in KINDS}
     for source in sorted({row.source for row in rows}):
         train, validation, test = fold(rows, source)
         if len(test) == 0 or min(np.bincount(labels[test], minlength=2)) < LEAST_ROWS:
             continue
         say(f"without {source}")
         groups = [rows[i].group for i in test]
-        for name, scores in (
-            ("probe", _probe(features, labels, rows, train, validation, test, choice)),
-            (BASELINE, _baseline(labels, rows, train, validation, test)),
-        ):
-            found[name][source] = measured(scores, labels[test], groups, seed, SLICE_ROUNDS, "itself and held-out rows")
+        for kind, scores in _scores(rows, features, labels, (train, validation, test), choice, seed).items():
+            found[kind][source] = measured(scores, labels[test], groups, seed, SLICE_ROUNDS, "itself and held-out rows")
     return found
 
 
@@ -69,23 +72,34 @@ def fold(rows: Sequence[Row], source: str) -> tuple[Index, Index, Index]:
     return where("train"), where("validation"), np.flatnonzero(test)
 
 
-def _probe(
+def _scores(
+    rows: Sequence[Row],
     features: Features,
     labels: Labels,
-    rows: Sequence[Row],
-    train: Index,
-    validation: Index,
-    test: Index,
+    parts: tuple[Index, Index, Index],
     choice: Choice,
-) -> Scores:
+    seed: int,
+) -> dict[str, Scores]:
+    """By kind ``[test rows]``. The combination is fitted to scores of rows that its inputs did not see."""
+    train, validation, test = parts
+    both = np.concatenate([train, validation])
+    groups = [rows[i].group for i in both]
     seen, checked = (
         LabelledRows(features.part(index), labels[index], [rows[i].group for i in index])
         for index in (train, validation)
     )
-    return refit(seen, checked, choice).logits(choice.columns(features.part(test)))
-
-
-def _baseline(labels: Labels, rows: Sequence[Row], train: Index, validation: Index, test: Index) -> Scores:
+    probe = refit(seen, checked, choice, seed)
     texts = [row.text for row in rows]
-    model = fit_baseline([texts[i] for i in train], labels[train], [texts[i] for i in validation], labels[validation])
-    return baseline_scores(model, [texts[i] for i in test])
+    text = fit_baseline([texts[i] for i in train], labels[train], [texts[i] for i in validation], labels[validation])
+    text_unseen = unseen_scores(text, [texts[i] for i in both], labels[both], groups, seed)
+    scaling = calibrate(Linear(np.zeros(0), 0.0), text_unseen, labels[both])
+    found = {
+        "probe": np.asarray(sigmoid(probe.logits(features.part(test)))),
+        "text_baseline": np.asarray(sigmoid(scaling.scores(baseline_scores(text, [texts[i] for i in test])))),
+    }
+    unseen = {
+        "probe": np.asarray(sigmoid(probe.unseen)),
+        "text_baseline": np.asarray(sigmoid(scaling.scores(text_unseen))),
+    }
+    config = CombinationConfig(model_info=ModelInfo(name="left-out"), params=fit_combination(unseen, labels[both]))
+    return found | {"combination": combined(Combination(config), found)}

@@ -15,8 +15,8 @@ from detectors.calibration.sets.content import pick
 from detectors.calibration.sources import own_frames, spikee_instructions, spikee_jailbreaks
 
 SOURCE = "positions"
-CASES = ((1200, 6), (5000, 2))
-"""Characters of the document (about 300, 1,200 and 3,000 tokens), and how many documents, each with its attack."""
+CASES = ((1200, 6), (5000, 2), (12500, 2), (17500, 2))
+"""Characters of a document, about 300, 1,200, 2,600 and 3,500 tokens, and how many documents, each with its attack."""
 PLACES: tuple[Place, ...] = ("document", "tool")
 
 

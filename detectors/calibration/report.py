@@ -16,6 +16,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 EVALUATION, CLAIMS = "smollm2-135m-evaluation.json", "smollm2-135m-claims.json"
 """What ``guard eval`` and ``measure_claims`` of this package wrote."""
 BASELINE = "text baseline"
+COMPARED = ("probe", "text_baseline", "combination")
 
 Json = Mapping[str, Any]
 
@@ -61,12 +62,15 @@ def _evaluation(evaluation: Json) -> list[str]:
         *_left_out(detectors),
         "",
         *_by(detectors, "probe", "fpr_1pct"),
+        "",
+        *_by(detectors, "combination", "fpr_1pct"),
     ]
     return lines
 
 
 def _left_out(detectors: Json) -> list[str]:
-    probe, baseline = detectors["probe"]["left_out"], detectors[BASELINE]["left_out"]
+    compared = [detectors[kind]["left_out"] for kind in COMPARED]
+    probe = compared[0]
     order = sorted(probe, key=lambda name: probe[name]["auroc"])
     rows = [
         (
@@ -75,15 +79,15 @@ def _left_out(detectors: Json) -> list[str]:
             probe[name]["attack"],
             *(
                 f"{one[name]['auroc']:.3f} ({_span(one[name]['auroc_interval'], '.3f')}); {one[name]['tpr_1pct']:.0%}"
-                for one in (probe, baseline)
+                for one in compared
             ),
         )
         for name in order
     ]
     with_attacks = [name for name in order if _has_attacks(name, detectors)]
-    means = [sum(one[name]["auroc"] for name in with_attacks) / len(with_attacks) for one in (probe, baseline)]
+    means = [sum(one[name]["auroc"] for name in with_attacks) / len(with_attacks) for one in compared]
     rows.append(("mean of the sets with attacks", "", "", *(f"{mean:.3f}" for mean in means)))
-    return _table(("left out", "benign", "attacks", "probe", BASELINE), rows)
+    return _table(("left out", "benign", "attacks", *COMPARED), rows)
 
 
 def _has_attacks(name: str, detectors: Json) -> bool:

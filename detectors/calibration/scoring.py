@@ -5,14 +5,36 @@ Owns turning kept features back into readouts, so that what is evaluated is the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from detectors.attention_tracker import DATA, INSTRUCTION
-from detectors.base import CapturePlan, Detector
+from detectors.base import CapturePlan, Detector, Score
 from detectors.calibration.features import FeatureError, Features
 from detectors.calibration.metrics import Scores
+from detectors.calibration.rows import Row
+from detectors.combination import Combination
+from detectors.text_baseline import TextBaseline
 from guard.mia.results import AttentionReadout, HiddenReadout, Readout, RowsReadout
 from guard.mia.spec import AttentionCapture, HiddenCapture, SpanPositions
+
+
+def scored_rows(
+    detector: Detector | TextBaseline | Combination,
+    rows: Sequence[Row],
+    features: Features,
+    others: Mapping[str, Scores],
+) -> Scores:
+    """``[rows]``, whatever the detector reads. others: scores of the same rows by kind, for one that combines them.
+    Raises ``FeatureError``."""
+    if isinstance(detector, Combination):
+        if missing := set(detector.inputs) - set(others):
+            raise FeatureError(f"the combination needs scores of {', '.join(sorted(missing))}, which is not calibrated")
+        return combined(detector, {name: others[name] for name in detector.inputs})
+    if isinstance(detector, TextBaseline):
+        return np.array([detector.score_text(row.text).value for row in rows], dtype=np.float64)
+    return scores_of(detector, features)
 
 
 def scores_of(detector: Detector, features: Features) -> Scores:
@@ -25,6 +47,16 @@ def scores_of(detector: Detector, features: Features) -> Scores:
             raise FeatureError(f"{detector.kind} has no score for row number {row}: {score.reason}")
         scores.append(score.value)
     return np.array(scores, dtype=np.float64)
+
+
+def combined(combination: Combination, scores: Mapping[str, Scores]) -> Scores:
+    """``[rows]``, from the scores ``[rows]`` of its inputs by name."""
+    rows = zip(*scores.values(), strict=True)
+    values = [
+        combination.score_from({name: Score("scored", float(one)) for name, one in zip(scores, row, strict=True)}).value
+        for row in rows
+    ]
+    return np.array(values, dtype=np.float64)
 
 
 def readouts_of(plan: CapturePlan, features: Features, row: int, pooling: object) -> dict[str, Readout]:

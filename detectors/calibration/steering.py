@@ -22,9 +22,9 @@ import yaml
 from safetensors.numpy import save_file
 
 from detectors.calibration.features import FeatureError, model_shape
+from detectors.calibration.fitted import Job
 from detectors.calibration.provenance import versions, weights_sha256
 from detectors.calibration.readers import open_engine
-from detectors.calibration.run import Job
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import FloatArray, HiddenReadout
 from guard.mia.spec import HiddenCapture, MiaSpec, Steer
