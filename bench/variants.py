@@ -154,6 +154,8 @@ SERVED = {
     for variant in (
         Variant("vanilla", "vanilla", "vLLM's server", _nothing),
         Variant("idle", "mia", "the guard's server, nothing asked", _nothing),
+        Variant("state", "mia", "3 layers' states, last prompt token", _mia("state")),
+        Variant("attention", "mia", "attention of 16 heads on 2 spans, last prompt token", _mia("attention")),
         Variant("guarded", "mia", "3 layers' states and attention, last prompt token", _mia("state", "attention")),
         Variant(
             "guarded_steered",
