@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 
@@ -41,10 +41,11 @@ NO_RING = "no space for these rows at once (max_shared_bytes)"
 TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
 
 SETTLE_STEPS = 64
-"""After so many records everything is put to its requests."""
+"""What a step has read is put to its requests within so many steps."""
 
-SETTLE_BYTES = 2**22
-"""And after records with so many bytes of rows: what waits in the ring waits for the end of an answer, too."""
+SETTLE_BYTES = 2**24
+"""And before this many bytes of rows wait in the ring. At every step a few requests have their turn, so that no step
+costs much more than another."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ Part = ProbeReadout | AttentionRowsReadout | QKReadout
 class Gathered:
     """What was read of one request and not yet delivered.
 
-    ``next_record``: the first record in the log that is not in here yet. By capture: ``rows`` of the residual stream,
+    ``next_record``: number of the first record that is not in here yet. By capture: ``rows`` of the residual stream,
     ``sums`` of attention that is averaged, ``parts`` of all else. ``failed``: captures that cannot become complete any
     more, and why. ``grown_bytes``: of what grows with the answer. ``prompt_due``: the prompt was read, and not yet
     delivered. ``unsent_steps``: in which it was read since its last progress, where it asks for that; ``told``: parts
@@ -138,17 +139,35 @@ class Run:
         return self.records[0].offset
 
 
+@dataclass
+class Wanted:
+    """Rows of one capture that are still in the ring: at which places, and of which tokens."""
+
+    layer: int
+    places: list[Places] = field(default_factory=list)
+    positions: list[range] = field(default_factory=list)
+    one_row: bool = True
+
+
 class Assembler:
-    """One engine's records in, its requests' readouts out."""
+    """One engine's records in, its requests' readouts out.
+
+    The log holds records ``first`` to ``end``, and what is older is with its requests. ``requests``: those whose turn
+    to be settled comes first stand first.
+    """
 
     def __init__(self, ring: RingAddress) -> None:
         self._ring = Ring(ring)
         self._log: list[StepRecord] = []
-        self._log_bytes = 0
-        self._runs: dict[tuple[int, int], list[Run]] = {}
+        self._first = 0
+        self._runs: dict[int, list[Run]] = {}
         self._due: set[str] = set()
         self.requests: dict[str, Gathered] = {}
         self._progressing: dict[str, Gathered] = {}
+
+    @property
+    def _end(self) -> int:
+        return self._first + len(self._log)
 
     def take(self, record: StepRecord, asked: Mapping[str, Asked]) -> None:
         """Keep a step's record. ``asked``: of the requests that have not ended; some may have since the step began."""
@@ -156,23 +175,22 @@ class Assembler:
             for request_id in record.layout.requests.keys() - self.requests.keys():
                 if (one := asked.get(request_id)) is not None:
                     reports = [SteeringReport() for _ in one.spec.steer]
-                    gathered = Gathered(one, one.spec.captures, next_record=len(self._log), steering=reports)
+                    gathered = Gathered(one, one.spec.captures, next_record=self._end, steering=reports)
                     self.requests[request_id] = gathered
                     if one.spec.progress_tokens is not None:
                         self._progressing[request_id] = gathered
         self._log.append(record)
-        first, end = record.layout.sent
-        self._log_bytes += (end - first) * self._ring.row_bytes
+        self._runs = {}
         if record.offset == 0:
             ended = (id_ for id_, one in record.layout.requests.items() if one.prompt_ended)
             self._due.update(id_ for id_ in ended if id_ in self.requests)
         for request_id, gathered in self._progressing.items():
             gathered.unsent_steps += request_id in record.layout.requests
-        if len(self._log) >= SETTLE_STEPS or self._log_bytes >= SETTLE_BYTES:
-            for request_id, gathered in self.requests.items():
-                self._settle(request_id, gathered)
-                gathered.next_record = 0
-            self._clear_log()
+        first, end = record.layout.sent
+        steps = min(SETTLE_STEPS, max(1, SETTLE_BYTES // max(1, (end - first) * self._ring.row_bytes)))
+        for request_id in list(islice(self.requests, -(-len(self.requests) // steps))):
+            self._settle(request_id)
+        self._forget_settled()
 
     def prompt(self, request_id: str) -> dict[str, Readout] | None:
         """The readouts of a request's prompt, once, when it was read to its end by the last record."""
@@ -180,7 +198,7 @@ class Assembler:
             return None
         self._due.discard(request_id)
         gathered = self.requests[request_id]
-        self._settle(request_id, gathered)
+        self._settle(request_id)
         if not gathered.prompt_due:
             return None
         gathered.prompt_due = False
@@ -193,7 +211,7 @@ class Assembler:
         if gathered is None or gathered.unsent_steps < (gathered.asked.spec.progress_tokens or SETTLE_STEPS):
             return None
         gathered.unsent_steps = 0
-        self._settle(request_id, gathered)
+        self._settle(request_id)
         captures = {name: one for name, one in gathered.captures.items() if generates(one)}
         news = {name: _news(gathered, name, capture) for name, capture in captures.items()}
         return {name: item for name, item in news.items() if item is not None}
@@ -201,7 +219,7 @@ class Assembler:
     def end(self, request_id: str) -> tuple[dict[str, Readout], tuple[SteeringReport, ...]]:
         """What grew with the answer, and what steering did. The request is forgotten."""
         gathered = self.requests[request_id]
-        self._settle(request_id, gathered)
+        self._settle(request_id)
         captures = {name: one for name, one in gathered.captures.items() if generates(one)}
         items = {name: _readout(gathered, name, capture) for name, capture in captures.items()}
         self.forget([request_id])
@@ -214,26 +232,35 @@ class Assembler:
             self._progressing.pop(request_id, None)
             self._due.discard(request_id)
         if not self.requests:
-            self._clear_log()
+            self._forget_settled()
 
-    def _clear_log(self) -> None:
-        self._log, self._runs, self._log_bytes = [], {}, 0
+    def _forget_settled(self) -> None:
+        """Records that nobody waits for."""
+        oldest = next(iter(self.requests.values())).next_record if self.requests else self._end
+        if oldest > self._first:
+            del self._log[: oldest - self._first]
+            self._first = oldest
 
-    def _settle(self, request_id: str, gathered: Gathered) -> None:
-        """Put the records since the last time to a request's readouts."""
+    def _settle(self, request_id: str) -> None:
+        """Put the records since the last time to a request's readouts; its next turn comes behind all others."""
+        gathered = self.requests.pop(request_id)
+        self.requests[request_id] = gathered
+        wanted: dict[str, Wanted] = {}
         for run in self._runs_from(gathered.next_record):
             one = run.layout.requests.get(request_id)
             if one is not None:
-                _put(gathered, request_id, one, run, self._ring)
-        gathered.next_record = len(self._log)
+                _put(gathered, request_id, one, run, wanted)
+        for name, rows in wanted.items():
+            if name not in gathered.failed:
+                _take_rows(gathered, name, rows, self._ring)
+        gathered.next_record = self._end
 
     def _runs_from(self, first: int) -> list[Run]:
-        """The log from a record on. Most requests ask from the same."""
-        key = first, len(self._log)
-        if key not in self._runs:
-            groups = groupby(self._log[first:], key=lambda record: record.layout.number)
-            self._runs[key] = [Run(list(group)) for _, group in groups]
-        return self._runs[key]
+        """The log from a record on."""
+        if first not in self._runs:
+            groups = groupby(self._log[first - self._first :], key=lambda record: record.layout.number)
+            self._runs[first] = [Run(list(group)) for _, group in groups]
+        return self._runs[first]
 
 
 class Ring:
@@ -252,15 +279,15 @@ class Ring:
         return self._reader
 
 
-def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run, ring: Ring) -> None:
-    """What consecutive steps of one layout have read of one request."""
+def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run, wanted: dict[str, Wanted]) -> None:
+    """What consecutive steps of one layout have read of one request. Rows are only noted in ``wanted``."""
     for capture, reason in one.failed.items():
         gathered.fail(capture, reason, "unavailable" if reason == CACHED else "dropped")
     for i, reason in one.shut.items():
         gathered.steering[i] = replace(gathered.steering[i], reason=reason)
     for chunk in one.rows:
         if chunk.capture not in gathered.failed:
-            _read(gathered, request_id, chunk, run, ring)
+            _read(gathered, request_id, chunk, run, wanted)
     for steer in one.steer:
         doses = run.doses[:, steer.fresh : steer.end].reshape(-1)
         report = gathered.steering[steer.index]
@@ -272,49 +299,63 @@ def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run, ring: 
     gathered.prompt_due = gathered.prompt_due or (one.prompt_ended and run.offset == 0)
 
 
-def _read(gathered: Gathered, request_id: str, chunk: RowChunk, run: Run, ring: Ring) -> None:
+def _read(gathered: Gathered, request_id: str, chunk: RowChunk, run: Run, wanted: dict[str, Wanted]) -> None:
     """What one capture read in these steps."""
     name, capture = chunk.capture, gathered.captures[chunk.capture]
     start = chunk.start + run.offset
     positions = range(start, start + chunk.length * len(run.records))
     if isinstance(capture, HiddenCapture):
-        size = _take_rows(gathered, chunk, positions, run, ring)
+        _want_rows(gathered, chunk, positions, run, wanted)
+        return
+    part = _part_of(capture, request_id, chunk, positions, run)
+    if is_averaged(capture):
+        assert isinstance(part, AttentionRowsReadout)
+        _add(gathered.sums[name], part)
     else:
-        part = _part_of(capture, request_id, chunk, positions, run)
-        size = size_bytes(part)
-        if is_averaged(capture):
-            assert isinstance(part, AttentionRowsReadout)
-            _add(gathered.sums[name], part)
-        else:
-            gathered.parts[name].append(part)
-    if generates(capture):
+        gathered.parts[name].append(part)
+    _grow(gathered, name, size_bytes(part))
+
+
+def _grow(gathered: Gathered, name: str, size: int) -> None:
+    """Count what grows with the answer; beyond the limit the capture is lost."""
+    if generates(gathered.captures[name]):
         gathered.grown_bytes += size
         if gathered.grown_bytes > gathered.asked.max_grown_bytes:
             gathered.fail(name, TOO_LONG)
 
 
-def _take_rows(gathered: Gathered, chunk: RowChunk, positions: range, run: Run, ring: Ring) -> int:
-    """Out of the ring, before others take their place; returns their bytes."""
+def _want_rows(gathered: Gathered, chunk: RowChunk, positions: range, run: Run, wanted: dict[str, Wanted]) -> None:
+    """Note where they are: one copy out of the ring serves all steps since the last."""
     ((layer, slot),) = chunk.slots.items()
     if run.places is None:
         gathered.fail(chunk.capture, NO_RING)
-        return 0
+        return
     places = run.places + (slot - run.layout.sent[0])
     if chunk.length > 1:
         places = (places[:, None] + np.arange(chunk.length)).reshape(-1)
-    if (rows := gathered.rows.get(chunk.capture)) is None:
-        capture, asked = gathered.captures[chunk.capture], gathered.asked
+    rows = wanted.setdefault(chunk.capture, Wanted(layer))
+    rows.places.append(places)
+    rows.positions.append(positions)
+    rows.one_row = rows.one_row and chunk.length == 1
+
+
+def _take_rows(gathered: Gathered, name: str, wanted: Wanted, ring: Ring) -> None:
+    """Out of the ring, before others take their place."""
+    capture, asked = gathered.captures[name], gathered.asked
+    if (rows := gathered.rows.get(name)) is None:
         longest = asked.longest if generates(capture) else asked.prompt_len
-        expected = 1 if chunk.length == 1 and not generates(capture) else longest
-        rows = gathered.rows[chunk.capture] = GrowingRows.expecting(layer, expected, ring.width)
+        expected = 1 if wanted.one_row and not generates(capture) else longest
+        rows = gathered.rows[name] = GrowingRows.expecting(wanted.layer, expected, ring.width)
+    places = wanted.places[0] if len(wanted.places) == 1 else np.concatenate(wanted.places)
     try:
-        ring.reader().take(places, rows.next(positions))
+        ring.reader().take(places, rows.next(wanted.positions))
     except OverwrittenError as error:
-        gathered.fail(chunk.capture, str(error))
+        gathered.fail(name, str(error))
     except OSError as error:
         reason = f"the worker's memory cannot be read here: {error.strerror}"
-        gathered.fail(chunk.capture, reason, "unavailable")
-    return 4 * len(positions) * ring.width
+        gathered.fail(name, reason, "unavailable")
+    else:
+        _grow(gathered, name, 4 * len(places) * ring.width)
 
 
 def _part_of(capture: Capture, request_id: str, chunk: RowChunk, positions: range, run: Run) -> Part:

@@ -61,16 +61,17 @@ class SlotPool:
 
     def place(self, layers: list[int], window: Window, *, sent: bool = False) -> dict[int, int] | None:
         """Where the window will start, by layer; None when it does not fit. ``sent``: its slots leave the device."""
-        new = [layer for layer in layers if (layer, window) not in self._slots]
-        if self.used + sum(window.length * self._per_token[layer] for layer in new) > self._capacity:
+        known, length = self._slots, window.length
+        new = [layer for layer in layers if (layer, window) not in known]
+        if self.used + length * sum(map(self._per_token.__getitem__, new)) > self._capacity:
             return None
         for layer in new:
-            self._slots[layer, window] = self.used
+            known[layer, window] = self.used
             self.by_layer[layer].append((window, self.used))
-            self.used += window.length * self._per_token[layer]
-        slots = {layer: self._slots[layer, window] for layer in layers}
+            self.used += length * self._per_token[layer]
+        slots = {layer: known[layer, window] for layer in layers}
         if sent:
-            first, last = min(slots.values()), max(slots.values()) + window.length
+            first, last = min(slots.values()), max(slots.values()) + length
             self.sent = (min(self.sent[0], first), max(self.sent[1], last)) if self.sent[1] else (first, last)
         return slots
 
@@ -130,7 +131,9 @@ class Filling:
 
 def _counted(runs: Iterable[tuple[int, int]]) -> npt.NDArray[np.int32]:
     """The numbers from each start on, as many as each length says."""
-    return np.concatenate([np.arange(start, start + length, dtype=np.int32) for start, length in runs])
+    starts, lengths = np.array(list(runs), np.int32).T
+    ends = np.cumsum(lengths, dtype=np.int32)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int32)
 
 
 def _gather_entries(placed: list[tuple[Window, int]], heads: tuple[int, ...] = (0,), of: int = 1) -> Words:

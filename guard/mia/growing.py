@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -25,15 +27,15 @@ class GrowingRows:
         """Room for so many rows, or for the first of very many."""
         return cls(layer, torch.empty(max(1, min(rows, MOST_ROWS_AT_FIRST)), width))
 
-    def next(self, positions: range) -> torch.Tensor:
-        """Where the values of these tokens belong: ``[len(positions), hidden_size]``."""
+    def next(self, positions: Sequence[range]) -> torch.Tensor:
+        """Where the values of these tokens belong: ``[tokens, hidden_size]``."""
         begin = len(self.positions)
-        end = begin + len(positions)
+        self.positions.extend(chain.from_iterable(positions))
+        end = len(self.positions)
         if end > len(self.values):
             grown = torch.empty(max(end, 2 * len(self.values)), self.values.shape[1])
             grown[:begin] = self.values[:begin]
             self.values = grown
-        self.positions.extend(positions)
         return self.values[begin:end]
 
     def only(self) -> HiddenReadout:
