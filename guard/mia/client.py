@@ -16,6 +16,7 @@ from guard.mia.compat import CompatError, ModelConfig, read_model_config
 from guard.mia.compat_request import check_run_id
 from guard.mia.registry import Analyzer, make_analyzer
 from guard.mia.results import Readouts
+from guard.mia.spec import MiaSpec
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -62,6 +63,23 @@ class MiaClient:
     def generate_tokens(self, token_ids: Sequence[int], model: str, **options: Any) -> Any:
         """A completion of exactly these tokens, with its ``probes``. ``options`` as for ``generate``."""
         return self._ask(self.client.completions.create, {"prompt": list(token_ids), "model": model, **options})
+
+    def read(self, messages: Messages, spec: MiaSpec, model: str) -> Readouts:
+        """Readouts of a conversation's prompt, as ``MiaLLM.read``; one token is generated and thrown away.
+
+        Raises ``CompatError`` when the server sends none.
+        """
+        answer: Any = self.client.chat.completions.create(
+            messages=list(messages),  # type: ignore[arg-type]
+            model=model,
+            max_tokens=1,
+            temperature=0.0,
+            extra_body={"vllm_xargs": {"mia": spec.to_wire()}},
+        )
+        event = getattr(answer, "mia", None)
+        if event is None:
+            raise CompatError("the answer has no readouts: the server has no taps, or a proxy before it keeps them")
+        return next(one for one in map(Readouts.from_wire, event["readouts"]) if one.stage == "prompt")
 
     def analyze(self, analyzer_spec: Any = None, run_id: str | None = None, probes: Any = None) -> Any:
         """What the analyzer makes of ``probes``, or of the last answer's."""
