@@ -156,6 +156,14 @@ WHEELS = {
             10612299,
             "MIT",
         ),
+        Wheel(
+            "zaragoza-construction-faq",
+            "1.2.1",
+            "zaragoza_construction_faq-1.2.1-py3-none-any.whl",
+            "716a1999dd5ad8494c6a4e47d3510f017aa767ea9e55d3b348b0ad70b0e8d3d7",
+            566661,
+            "CC-BY-4.0",
+        ),
     )
 }
 

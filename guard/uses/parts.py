@@ -42,7 +42,7 @@ def part_span(part: int) -> str:
 
 
 def ranges_of(readouts: Readouts, texts: int) -> list[TokenRange]:
-    """Token ranges ``[start, end)`` of the texts that ``spans_of`` named, in their order. Raises ``UnreadableError``."""
+    """Token ranges ``[start, end)`` of the texts that ``spans_of`` named, in order. Raises ``UnreadableError``."""
     found = [one for name in sorted_spans(readouts) for one in readouts.span_tokens[name]]
     if len(found) != texts:
         # A text that the template drops, or tokens that run from one text into the next.

@@ -5,9 +5,9 @@ with "N/A" in its place, begin alike. Per token of a document, s is the attentio
 as the mean over the query's tokens and the sum over heads; c = s - s of "N/A" takes out what the place in the prompt
 attracts by itself. A document's score is the sum of c over its tokens, without those more than two standard deviations
 below its mean. From Tran, Li, Florian, Sun, "Contrastive Retrieval Heads Improve Attention-Based Re-Ranking",
-arXiv 2510.02219, which has the calibration by "N/A" from Chen, Gutierrez, Su, "Attention in Large Language Models Yields
-Efficient Zero-Shot Re-Rankers", arXiv 2410.02642. The attention is the model's own, scale, windows and soft caps
-included; only heads that were chosen count (``reranker_heads``).
+arXiv 2510.02219, which takes the calibration by "N/A" from Chen, Gutierrez, Su, "Attention in Large Language Models
+Yields Efficient Zero-Shot Re-Rankers", arXiv 2410.02642. The attention is the model's own, scale, windows and soft
+caps included; only heads that were chosen count (``reranker_heads``).
 """
 
 from __future__ import annotations
@@ -135,7 +135,11 @@ def document_scores(asked: Sequence[Floats], blank: Sequence[Floats]) -> Floats:
 
 
 def _score(tokens: Floats) -> float:
-    return float(tokens[tokens > tokens.mean() - OUTLIER_DEVIATIONS * tokens.std()].sum()) if len(tokens) > 1 else float(tokens.sum())
+    return (
+        float(tokens[tokens > tokens.mean() - OUTLIER_DEVIATIONS * tokens.std()].sum())
+        if len(tokens) > 1
+        else float(tokens.sum())
+    )
 
 
 def rank(scores: Floats, heads: int) -> list[Ranked]:
