@@ -298,16 +298,18 @@ def taps(
     model: Annotated[str, typer.Option(help="Short name, folder, or owner/name.")],
     policy: Annotated[Path, typer.Option(help="Policy file, or a folder of policies.")],
     probes: Annotated[Path, typer.Option(help="Folder for the probes that the engine is to compute; written.")],
+    rerank: Annotated[bool, typer.Option("--rerank", help="Also what /v1/rerank reads.")] = False,
 ) -> None:
     """Print what a vLLM that you start yourself needs in --additional-config for a policy."""
     from guard.models import ModelError
     from guard.policy import PolicyError
     from guard.proxy_server import StartError
     from guard.serve import engine_config_of
+    from guard.settings import SettingsError
 
     try:
-        typer.echo(engine_config_of(model, policy, probes))
-    except (ModelError, PolicyError, StartError) as error:
+        typer.echo(engine_config_of(model, policy, probes, rerank))
+    except (ModelError, PolicyError, SettingsError, StartError) as error:
         _fail(str(error))
 
 

@@ -25,6 +25,7 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `POST /v1/completions`, `POST /v1/responses` | the same |
 | `POST /v1/messages` | the same for Anthropic's clients, where vLLM serves it; errors have `type: error` too |
 | `POST /v1/embeddings` | judged by its text; detectors that read the model are unavailable: `on_error` decides |
+| `POST /v1/rerank`, `/rerank`, `/v2/rerank` | with `GUARD_RERANK`: [reranking](use-cases/reranking.md) |
 | `GET /v1/models`, `GET /v1/models/ID` | vLLM's list, one entry of it |
 | `GET /livez` | 200 while the proxy lives |
 | `GET /readyz`, `GET /health` | 200 while a vLLM is healthy too and the proxy is not told to stop, else 503: below |

@@ -27,13 +27,18 @@ from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, reso
 from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
 from guard.proxy.keys import KeysError
+from guard.proxy.services import reranker_of
 from guard.proxy_process import checked_services
 from guard.proxy_server import StartError, listening_socket
 from guard.settings import Settings, SettingsError, load_settings
 from guard.supervisor import running_engine
 from guard.telemetry.ledger import LedgerError
 from guard.terminal import pull_with_progress, say, tick_printer
+from guard.uses.rerank import RerankerConfig
 from guard.workers import proxies
+
+RERANKED_QUERY_TOKENS = 2048
+"""Of the queries that one step may have to rank by, those of all requests together."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +164,14 @@ def bound_policies(path: Path, config_key: str) -> PolicySet:
     )
 
 
-def engine_config_for(policies: Sequence[BoundPolicy], vectors_folder: Path, probes_folder: Path) -> EngineConfig:
-    """Taps for what the policies' detectors read and their rules steer, and for nothing else. ``probes_folder``: where
-    ``probes_for`` are written. Raises ``StartError``."""
+def engine_config_for(
+    policies: Sequence[BoundPolicy],
+    vectors_folder: Path,
+    probes_folder: Path,
+    reranker: RerankerConfig | None = None,
+) -> EngineConfig:
+    """Taps for what the policies' detectors read and their rules steer, for the ``reranker``, and for nothing else.
+    ``probes_folder``: where ``probes_for`` are written. Raises ``StartError``."""
     for policy in policies:
         if gates := {probe.probe for steering in policy.steerings.values() for probe in steering.probes.values()}:
             raise StartError(
@@ -177,22 +187,26 @@ def engine_config_for(policies: Sequence[BoundPolicy], vectors_folder: Path, pro
     positions = [*(one.positions for one in hidden), *(probe.positions for probe in probes.values())]
     return EngineConfig(
         hidden_layers=tuple(sorted({capture.layer for capture in hidden})),
-        attention_heads=tuple(sorted({head for one in attention for head in one.heads})),
+        attention_heads=tuple(
+            sorted({*(head for one in attention for head in one.heads), *(reranker.heads if reranker else ())})
+        ),
         steering_layers=tuple(sorted({steer.layer for steer in steers})),
         steering_vectors=tuple(sorted(vectors)),
         steering_folder=vectors_folder if vectors else None,
         probes={name: probe.layer for name, probe in probes.items()},
         probe_folder=probes_folder if probes else None,
         max_hidden_rows_per_step="tokens" if any(isinstance(one, SpanPositions) for one in positions) else None,
+        max_query_rows_per_step=RERANKED_QUERY_TOKENS if reranker else None,
     )
 
 
-def engine_config_of(model: str, policy: Path, probes: Path) -> str:
-    """The JSON for ``--additional-config``; the engine's probes are written to ``probes``. Raises ``ModelError``,
-    ``PolicyError`` and ``StartError``."""
+def engine_config_of(model: str, policy: Path, probes: Path, rerank: bool = False) -> str:
+    """The JSON for ``--additional-config``; the engine's probes are written to ``probes``. ``rerank``: with the
+    reranker's taps. Raises ``ModelError``, ``PolicyError``, ``SettingsError`` and ``StartError``."""
     resolved = resolve_model(model)
     policies = bound_policies(policy, resolved.config_key).policies
-    config = engine_config_for(policies, steering_folder(resolved.config_key), probes.resolve())
+    reranker = reranker_of(load_settings(rerank=rerank, config_key=resolved.config_key))
+    config = engine_config_for(policies, steering_folder(resolved.config_key), probes.resolve(), reranker)
     write_probes(probes_for(policies).values(), probes)
     return '{"mia": ' + config.model_dump_json(exclude_defaults=True) + "}"
 
@@ -213,7 +227,7 @@ def _engine_command(options: ServeOptions, model: ResolvedModel, settings: Setti
     write_probes(probes_for(policies).values(), folder)
     return engine_command(
         model,
-        engine_config_for(policies, steering_folder(model.config_key), folder),
+        engine_config_for(policies, steering_folder(model.config_key), folder, reranker_of(settings)),
         port=options.engine_port,
         log_file=state_folder() / f"engine-{options.engine_port}.log",
         compiled=options.compiled,

@@ -77,6 +77,10 @@ class Settings(BaseSettings):
     model_configs: Annotated[Path, Field(default_factory=lambda: data_folder("model_configs"))]
     """The folder with the detectors' calibrations."""
 
+    rerank: bool = False
+    """Whether ``/v1/rerank`` is served, with the heads in ``core_reranker`` of ``model_configs``. ``guard serve`` then
+    gives the engine their taps."""
+
     host: str = "127.0.0.1"
     """Address to listen on. Other than loopback needs API keys."""
 

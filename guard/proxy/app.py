@@ -32,7 +32,8 @@ from guard.proxy.monitor import monitor_routes
 from guard.proxy.passing import other
 from guard.proxy.recording import Recorded
 from guard.proxy.relay import relay_whole
-from guard.proxy.services import EMBEDDINGS, FORMS, MODELS, OTHER, Services
+from guard.proxy.rerank import reranking
+from guard.proxy.services import EMBEDDINGS, FORMS, MODELS, OTHER, RERANK, Services
 from guard.settings import Settings, SettingsError
 
 UNREADABLE_LIST = "the model server's list of models cannot be read"
@@ -52,15 +53,18 @@ def application(services: Services) -> ASGIApp:
         async with services.running():
             yield
 
+    config = services.reranker
+    rerankers = {} if config is None else {path: reranking(config, path) for path in RERANK}
     routes = [
         *(Route(form.route, Recorded(services, form.route, answering(form))) for form in FORMS),
         Route(EMBEDDINGS, Recorded(services, EMBEDDINGS, embeddings)),
+        *(Route(path, Recorded(services, RERANK[0], handler)) for path, handler in rerankers.items()),
         Route(MODELS, Recorded(services, MODELS, models)),
         # Names of models may have slashes.
         Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)),
         *monitor_routes(services),
     ]
-    own = {EMBEDDINGS, MODELS, *(form.route for form in FORMS)}
+    own = {EMBEDDINGS, MODELS, *rerankers, *(form.route for form in FORMS)}
     for path in services.settings.passed_paths:
         if path in own or path.startswith(f"{MODELS}/"):
             raise SettingsError(f"passed_paths (GUARD_PASSED_PATHS): {path} is guarded, and cannot pass as it is")

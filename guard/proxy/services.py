@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from detectors.model_config import ModelConfigError
 from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
 from guard.policy.store import Reload
 from guard.proxy.access import Access
@@ -24,15 +25,19 @@ from guard.proxy.wire import Texts
 from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
 from guard.proxy.wire_responses import responses_form
-from guard.settings import Settings
+from guard.settings import Settings, SettingsError
 from guard.telemetry.ledger import Ledger
 from guard.telemetry.metrics import Metrics
+from guard.uses.rerank import RerankerConfig, load_reranker
 
 FORMS = (chat_form, completions_form, responses_form, messages_form)
 EMBEDDINGS, MODELS, OTHER = "/v1/embeddings", "/v1/models", "other"
+RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")
+"""Paths of one API, where the reranker is on; the first is the route that they are counted under."""
+
 GUARDED = (*(form.route for form in FORMS), EMBEDDINGS)
 SERVED = f"POST {', '.join(GUARDED)} and GET {MODELS}"
-ROUTES = (*GUARDED, MODELS, OTHER)
+ROUTES = (*GUARDED, RERANK[0], MODELS, OTHER)
 """The values of the label ``route``."""
 
 DRAIN_LIMIT_S = 2.0
@@ -54,6 +59,7 @@ class Services:
         self.ledger = Ledger(settings.ledger, self.metrics.count_entries)
         self.upstream = Upstream(settings)
         self.providers = Providers(settings.providers, settings.read_timeout_s)
+        self.reranker = reranker_of(settings)
         self.under_way = 0
         self.draining = False
         """Told to stop: no longer ready, and still answering."""
@@ -119,3 +125,13 @@ class Services:
                     await asyncio.sleep(0.005)
         except TimeoutError:
             return
+
+
+def reranker_of(settings: Settings) -> RerankerConfig | None:
+    """The heads to rank by; None where the reranker is off. Raises ``SettingsError``."""
+    if not settings.rerank:
+        return None
+    try:
+        return load_reranker(settings.model_configs / "core_reranker" / f"{settings.config_key}.json")
+    except ModelConfigError as error:
+        raise SettingsError(f"rerank (GUARD_RERANK): {error}") from None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from detectors.base import Score
 from guard.policy import Decision, Judges, Question
 from guard.policy.judges import PROMPT
-from guard.proxy.answer import Answer, PlainAnswer
+from guard.proxy.answer import Answer, PlainAnswer, Whole
 from guard.proxy.body import GuardedRequest
 from guard.proxy.readouts import Finding
 from guard.proxy.wire import Texts
@@ -108,8 +108,15 @@ async def spec_refusal(answer: Answer) -> str | None:
     """Why the aperture refuses what the guard asked for, None when that is not what the answer says."""
     if not isinstance(answer, PlainAnswer) or answer.status != 400:
         return None
+    return spec_refusal_of(await answer.whole())
+
+
+def spec_refusal_of(whole: Whole) -> str | None:
+    """The same of an answer that is complete."""
+    if whole.status != 400:
+        return None
     try:
-        error = json.loads((await answer.whole()).body)["error"]
+        error = json.loads(whole.body)["error"]
         return str(error["message"]) if error["code"] == "invalid_mia_spec" else None
     except (ValueError, LookupError, TypeError):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from guard.mia.results import Readout, Readouts
+from guard.mia.spec import Span
 
 PARTS_PER_SPAN = 16
 MAX_SPANS = 15
@@ -26,7 +27,7 @@ class UnreadableError(ValueError):
     """A model's reading that cannot be scored; the message says why, without any text of the prompt."""
 
 
-def spans_of(parts: Sequence[int]) -> dict[str, tuple[str, ...]]:
+def spans_of(parts: Sequence[int]) -> dict[str, Span]:
     """Spans for a ``MiaSpec`` that find these parts of the only user message. Raises ``ValueError`` for too many."""
     if not 1 <= len(parts) <= MAX_TEXTS:
         raise ValueError(f"there are {len(parts)} texts; between 1 and {MAX_TEXTS} can be looked at")

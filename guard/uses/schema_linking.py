@@ -89,8 +89,9 @@ def choose(scores: Floats, temperature: float = TEMPERATURE, top_p: float = TOP_
     weights = np.exp(logits - logits.max())
     probabilities = weights / weights.sum()
     ranking = np.argsort(-probabilities, kind="stable")
-    reached = np.flatnonzero(np.cumsum(probabilities[ranking]) >= top_p) if top_p < 1 else []
-    count = int(reached[0]) + 1 if len(reached) else len(ranking)
+    reached = np.flatnonzero(np.cumsum(probabilities[ranking]) >= top_p)
+    # A sum of all may end a rounding below 1.
+    count = int(reached[0]) + 1 if top_p < 1 and len(reached) else len(ranking)
     order = tuple(int(i) for i in ranking)
     return Linked(scores, probabilities, order, order[:count])
 
