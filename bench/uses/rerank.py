@@ -120,7 +120,7 @@ def _read(
         documents = [answers[one] for one in case.shown]
         both = ask([(prompt(query, documents), spec) for query in (case.question, NO_QUERY)])
         pair = []
-        for readouts in both:
+        for readouts in (told.prompt for told in both):
             item = readouts.items[CAPTURE]
             if not isinstance(item, AttentionReadout) or item.weights is None:
                 raise UnreadableError(f"question {number}: {item.status} {item.reason}")

@@ -64,22 +64,26 @@ class MiaClient:
         """A completion of exactly these tokens, with its ``probes``. ``options`` as for ``generate``."""
         return self._ask(self.client.completions.create, {"prompt": list(token_ids), "model": model, **options})
 
-    def read(self, messages: Messages, spec: MiaSpec, model: str) -> Readouts:
-        """Readouts of a conversation's prompt, as ``MiaLLM.read``; one token is generated and thrown away.
+    def chat(self, messages: Messages, spec: MiaSpec, model: str, **sampling: Any) -> tuple[Any, tuple[Readouts, ...]]:
+        """A chat completion, greedy unless ``sampling`` says otherwise, and its readouts, as ``MiaLLM.chat`` has them.
 
-        Raises ``CompatError`` when the server sends none.
+        Raises ``CompatError`` when the server sends none, or sends them as files.
         """
-        answer: Any = self.client.chat.completions.create(
-            messages=list(messages),  # type: ignore[arg-type]
-            model=model,
-            max_tokens=1,
-            temperature=0.0,
-            extra_body={"vllm_xargs": {"mia": spec.to_wire()}},
-        )
+        create: Any = self.client.chat.completions.create
+        body = {"vllm_xargs": {"mia": spec.to_wire()}}
+        answer = create(messages=list(messages), model=model, extra_body=body, **{"temperature": 0.0, **sampling})
         event = getattr(answer, "mia", None)
         if event is None:
             raise CompatError("the answer has no readouts: the server has no taps, or a proxy before it keeps them")
-        return next(one for one in map(Readouts.from_wire, event["readouts"]) if one.stage == "prompt")
+        if "artifact" in event:
+            raise CompatError("the readouts are files: read them with generate, or ask for them in the answer")
+        return answer, tuple(map(Readouts.from_wire, event["readouts"]))
+
+    def read(self, messages: Messages, spec: MiaSpec, model: str) -> Readouts:
+        """Readouts of a conversation's prompt, as ``MiaLLM.read``; generates one token, which is thrown away. Raises as
+        ``chat``."""
+        _, readouts = self.chat(messages, spec, model, max_tokens=1)
+        return next(one for one in readouts if one.stage == "prompt")
 
     def analyze(self, analyzer_spec: Any = None, run_id: str | None = None, probes: Any = None) -> Any:
         """What the analyzer makes of ``probes``, or of the last answer's."""

@@ -1,15 +1,16 @@
-"""The one way in which the uses ask a model: conversations with specs in, readouts of their prompts out.
+"""The one way in which the uses ask a model: conversations with specs in, answers with their readouts out.
 
 Owns the two doors, an engine in this process and a server. Never scores anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from guard.mia.results import Readouts
+from guard.mia.results import Readout, Readouts
 from guard.mia.spec import MiaSpec
 
 if TYPE_CHECKING:
@@ -17,19 +18,41 @@ if TYPE_CHECKING:
     from guard.mia.llm import MiaLLM
 
 Messages = list[dict[str, Any]]
-Ask = Callable[[Sequence[tuple[Messages, MiaSpec]]], list[Readouts]]
-"""Readouts of each conversation's prompt, in order."""
 
 MOST_AT_ONCE = 16
 """Requests that ``served`` has under way; vLLM puts them into one batch."""
 
 
-def offline(llm: MiaLLM) -> Ask:
-    """Ask an engine in this process; all conversations are in flight at once."""
+@dataclass(frozen=True)
+class Told:
+    """One answer's text, and its readouts by stage: first those of the prompt."""
 
-    def ask(asked: Sequence[tuple[Messages, MiaSpec]]) -> list[Readouts]:
-        answers = llm.chat([messages for messages, _ in asked], [spec for _, spec in asked], max_tokens=1)
-        return [answer.readouts[0] for answer in answers]
+    text: str
+    readouts: tuple[Readouts, ...]
+
+    @property
+    def prompt(self) -> Readouts:
+        return next(one for one in self.readouts if one.stage == "prompt")
+
+    @property
+    def items(self) -> dict[str, Readout]:
+        """Every readout by capture name, of all stages."""
+        return {name: item for readouts in self.readouts for name, item in readouts.items.items()}
+
+
+class Ask(Protocol):
+    """Asks all at once and answers in order, greedily."""
+
+    def __call__(self, asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1) -> list[Told]: ...
+
+
+def offline(llm: MiaLLM) -> Ask:
+    """Ask an engine in this process."""
+
+    def ask(asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1) -> list[Told]:
+        conversations, specs = [messages for messages, _ in asked], [spec for _, spec in asked]
+        answers = llm.chat(conversations, specs, max_tokens=max_tokens)
+        return [Told(answer.text, answer.readouts) for answer in answers]
 
     return ask
 
@@ -37,8 +60,12 @@ def offline(llm: MiaLLM) -> Ask:
 def served(client: MiaClient, model: str) -> Ask:
     """Ask a server with taps. ``model``: as it calls it."""
 
-    def ask(asked: Sequence[tuple[Messages, MiaSpec]]) -> list[Readouts]:
+    def ask(asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1) -> list[Told]:
+        def one(pair: tuple[Messages, MiaSpec]) -> Told:
+            answer, readouts = client.chat(*pair, model, max_tokens=max_tokens)
+            return Told(answer.choices[0].message.content or "", readouts)
+
         with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-            return list(pool.map(lambda one: client.read(one[0], one[1], model), asked))
+            return list(pool.map(one, asked))
 
     return ask

@@ -36,8 +36,8 @@ def read_scores(
 ) -> Floats:
     """``[questions, heads, columns]``, all asked at once. Raises ``UnreadableError``."""
     spec = spec_for(heads, len(columns))
-    readouts = ask([(prompt(one.question, columns), spec) for one in questions])
-    return np.stack([column_scores(one, len(columns)) for one in readouts])
+    told = ask([(prompt(one.question, columns), spec) for one in questions])
+    return np.stack([column_scores(one.prompt, len(columns)) for one in told])
 
 
 def head_qualities(scores: Floats, heads: Sequence[Head], questions: Sequence[LabelledQuestion]) -> list[HeadQuality]:

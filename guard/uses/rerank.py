@@ -152,5 +152,6 @@ def rerank(ask: Ask, heads: Sequence[Head], query: str, documents: Sequence[str]
     model's attention does not come back whole."""
     spec = spec_for(heads, len(documents))
     asked, blank = ask([(prompt(query, documents), spec), (prompt(NO_QUERY, documents), spec)])
-    scores = document_scores(token_attention(asked, len(documents)), token_attention(blank, len(documents)))
+    count = len(documents)
+    scores = document_scores(token_attention(asked.prompt, count), token_attention(blank.prompt, count))
     return rank(scores, len(heads))

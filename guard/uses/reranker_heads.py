@@ -41,8 +41,8 @@ def document_mass(ask: Ask, heads: Sequence[Head], queries: Sequence[LabelledQue
     for one in queries:
         if not 2 <= len(one.documents) <= MAX_CANDIDATES or not 0 <= one.relevant < len(one.documents):
             raise ValueError(f"a labelled query has 2 to {MAX_CANDIDATES} documents, one of them relevant")
-    readouts = ask([(prompt(one.query, one.documents), _spec(heads, len(one.documents))) for one in queries])
-    return [_mass(one, len(query.documents)) for one, query in zip(readouts, queries, strict=True)]
+    told = ask([(prompt(one.query, one.documents), _spec(heads, len(one.documents))) for one in queries])
+    return [_mass(one.prompt, len(query.documents)) for one, query in zip(told, queries, strict=True)]
 
 
 def _spec(heads: Sequence[Head], documents: int) -> MiaSpec:

@@ -105,5 +105,5 @@ def link(
     top_p: float = TOP_P,
 ) -> Linked:
     """Raises ``ValueError`` for what cannot be linked, ``UnreadableError`` when the attention does not come back."""
-    (readouts,) = ask([(prompt(question, columns), spec_for([head], len(columns)))])
-    return choose(column_scores(readouts, len(columns))[0], temperature, top_p)
+    (told,) = ask([(prompt(question, columns), spec_for([head], len(columns)))])
+    return choose(column_scores(told.prompt, len(columns))[0], temperature, top_p)
