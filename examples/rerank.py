@@ -1,12 +1,13 @@
 """Documents in the order in which a model's attention finds them relevant: ``python examples/rerank.py``.
 
-Served: ``guard serve --set rerank=true``, then ``--model smollm2-135m --base-url http://127.0.0.1:8001/v1``; through the
-proxy any client of Jina's or Cohere's API does, see docs/use-cases/reranking.md.
+Served: ``guard serve --set rerank=true``, then ``--model smollm2-135m --base-url http://127.0.0.1:8001/v1``; through
+the proxy any client of Jina's or Cohere's API does, see docs/use-cases/reranking.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from door import door, parser
 
@@ -14,6 +15,7 @@ from guard.data import data_folder
 from guard.mia.engine_config import EngineConfig
 from guard.uses.rerank import load_reranker, rerank
 
+CONFIG = "SmolLM2-135M-Instruct.json"
 QUERY = "How long does it take to get a passport?"
 DOCUMENTS = [
     "Passports are issued by the citizens' office. Bring a photo and your old passport.",
@@ -25,8 +27,10 @@ DOCUMENTS = [
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser(__doc__).parse_args(arguments)
-    heads = load_reranker(data_folder("model_configs") / "core_reranker" / "SmolLM2-135M-Instruct.json").heads
+    made = parser(__doc__)
+    made.add_argument("--config", type=Path, default=data_folder("model_configs") / "core_reranker" / CONFIG)
+    options = made.parse_args(arguments)
+    heads = load_reranker(options.config).heads
     with door(options, EngineConfig(attention_heads=heads, max_query_rows_per_step=512)) as ask:
         for one in rerank(ask, heads, QUERY, DOCUMENTS):
             print(f"{one.score:+.4f}  {DOCUMENTS[one.index]}")
