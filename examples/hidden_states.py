@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from door import door, parser
 
 from guard.mia.engine_config import EngineConfig
+from guard.mia.spec import SpanPositions
 from guard.uses.hidden_states import extract
 
 CONVERSATIONS = [
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with door(options, EngineConfig(hidden_layers=layers, max_hidden_rows_per_step="tokens")) as ask:
         last = extract(ask, CONVERSATIONS, layers)
         user = extract(
-            ask, CONVERSATIONS, layers, {"span": "question"}, "mean", spans={"question": ("user.last",)}
+            ask, CONVERSATIONS, layers, SpanPositions(span="question"), "mean", spans={"question": ("user.last",)}
         )  # the mean over what the user said
         lengths = extract(ask, CONVERSATIONS, layers, "prompt", "norm")
         answers = extract(ask, CONVERSATIONS, layers, "generated", max_tokens=8)

@@ -1,4 +1,5 @@
-"""Reranking and schema linking against the same formulas on what transformers computes, on a tiny random model.
+"""The uses against the same formulas on what transformers computes, on a tiny random model: reranking, schema linking,
+extraction of hidden states, and every detector that reads the model, without the guard.
 
 The model is granite: its attention has a scale of its own.
 """
@@ -12,12 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from detectors.attention_tracker import focus_scores
+from detectors.science_prompt import LABELS, PROMPT_SHA256
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import MiaLLM
+from guard.mia.spec import MiaSpec, Positions, SpanPositions
 from guard.uses import linking_head, rerank, reranker_heads, schema_linking
 from guard.uses.asking import Ask, Messages, offline
+from guard.uses.detectors_offline import score, score_claims, spec_of, taps_for
+from guard.uses.hidden_states import Reduction, extract
 from guard.uses.reranker_heads import LabelledQuery
 from guard.uses.schema_linking import Column
+from tests.detectors.weights import build
 from tests.engine import engines, oracle
 
 HEADS = tuple((layer, head) for layer in (1, 2, 3) for head in range(4))
@@ -31,6 +38,8 @@ DOCUMENTS = [
 ]
 COLUMNS = [Column("name", "bird"), Column("weight_g", "bird"), Column("id", "ship")]
 QUESTION = "How heavy is a wren?"
+CHAT: Messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why is the sky blue?"}]
+SIZE = 128
 
 
 @dataclass
@@ -43,6 +52,13 @@ class Engine:
     @property
     def ask(self) -> Ask:
         return offline(self.llm)
+
+    def told(self, messages: Messages, max_tokens: int = 1) -> tuple[int, oracle.Reading]:
+        """How many tokens the prompt has, and transformers' reading of it with the answer but for its last token."""
+        (answer,) = self.llm.chat([messages], MiaSpec(), max_tokens=max_tokens)
+        ids = [*answer.prompt_token_ids, *answer.token_ids[:-1]]
+        (reading,) = oracle.read(self.folder, [ids])
+        return len(answer.prompt_token_ids), reading
 
     def attention(self, messages: Messages) -> tuple[str, list[np.ndarray]]:
         """The prompt as the model gets it and transformers' attention by layer - 1, ``[heads, T, T]``."""
@@ -59,7 +75,12 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = oracle.save("granite", tmp_path_factory.mktemp("tiny-granite"))
-    config = EngineConfig(attention_heads=HEADS, max_query_rows_per_step=512)
+    config = EngineConfig(
+        hidden_layers=(0, 1, 2, 3),
+        attention_heads=HEADS,
+        max_query_rows_per_step=512,
+        max_hidden_rows_per_step="tokens",
+    )
     with engines.engine(folder, config, max_model_len=2048) as llm:
         yield Engine(llm, folder)
 
@@ -163,3 +184,106 @@ def test_the_head_is_the_one_that_ranks_labelled_questions_best(engine: Engine) 
     best = HEADS.index(qualities[0].head)
     ranks = [1 + int((scores[q, best] > scores[q, best, i]).sum()) for q, i in enumerate((1, 2))]
     assert qualities[0].average_precision == pytest.approx(np.mean([1 / rank for rank in ranks]))
+
+
+def random(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) / 10
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    return np.asarray(1 / (1 + np.exp(-logits)))
+
+
+def test_hidden_states_of_any_layers_and_tokens_are_transformers_own_and_reduced_as_said(engine: Engine) -> None:
+    length, truth = engine.told(CHAT, max_tokens=6)
+    layers = (0, 2, 3)
+    asked: list[tuple[Positions, Reduction]] = [
+        ("last_prompt", "none"),
+        ("prompt", "none"),
+        (SpanPositions(span="user"), "mean"),
+        ("prompt", "norm"),
+        ("generated", "none"),
+    ]
+    last, prompt, mean, norm, generated = (
+        extract(engine.ask, [CHAT], layers, positions, reduce, spans={"user": ("user",)}, max_tokens=6)[0]
+        for positions, reduce in asked
+    )
+    for layer in layers:
+        stream = truth.stream(layer)
+        begin = length - len("$\n^assistant\n") - len(CHAT[1]["content"])
+        expected = {
+            "last": (last, stream[length - 1 : length]),
+            "prompt": (prompt, stream[:length]),
+            "mean": (mean, stream[begin : begin + len(CHAT[1]["content"])].mean(axis=0)),
+            "norm": (norm, np.linalg.norm(stream[:length])),
+            "generated": (generated, stream[length:]),
+        }
+        for name, (got, wanted) in expected.items():
+            assert got[layer].shape == wanted.shape, name
+            np.testing.assert_allclose(got[layer], wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+    with pytest.raises(ValueError, match="none, mean, norm"):
+        extract(engine.ask, [CHAT], layers, reduce="sum")  # type: ignore[arg-type]
+
+
+def test_detectors_of_prompts_score_what_transformers_states_give(engine: Engine, tmp_path: Path) -> None:
+    length, truth = engine.told(CHAT)
+    weight, bias = random(1, 2 * SIZE), random(2, 1)
+    given = {"layers": [1, 3], "hidden_size": SIZE}
+    logit = np.concatenate([truth.stream(layer)[length - 1] for layer in (1, 3)]) @ weight + bias[0]
+    for kind in ("probe", "tool_call_risk"):
+        detector = build(tmp_path / kind, kind, {"weight": weight, "bias": bias}, **given)
+        (scored,) = score(engine.ask, detector, [CHAT])
+        assert scored.score.value == pytest.approx(float(sigmoid(logit)), abs=1e-4), kind
+    tracker = build(tmp_path / "tracker", "attention_tracker", important_heads=[[0, 2], [2, 1]])
+    (scored,) = score(engine.ask, tracker, [CHAT])
+    user = slice(length - len("$\n^assistant\n") - len(CHAT[1]["content"]), length - len("$\n^assistant\n"))
+    system = slice(len("^system\n"), len("^system\n") + len(CHAT[0]["content"]))
+    rows = np.stack([truth.attention[layer][head, length - 1] for layer, head in ((0, 2), (2, 1))])
+    focus = focus_scores(rows[:, system].sum(axis=1), rows[:, user].sum(axis=1))
+    assert scored.score.value == pytest.approx(1 - float(focus.mean()), abs=1e-4)
+    assert taps_for([detector, tracker]).attention_heads == ((1, 2), (3, 1))
+    assert spec_of(tracker).spans.keys() == {"instruction", "data"}
+
+
+def test_h_node_scores_the_tokens_of_the_answer(engine: Engine, tmp_path: Path) -> None:
+    length, truth = engine.told(CHAT, max_tokens=7)
+    tensors = {
+        "weight": random(3, SIZE),
+        "bias": random(4, 1),
+        "mean": random(5, SIZE),
+        "scale": np.abs(random(6, SIZE)) + 1,
+        "node_indices": np.array([3, 50]),
+        "node_baselines": random(7, 2),
+    }
+    detector = build(tmp_path, "h_node", tensors, layer=2, hidden_size=SIZE, nodes=2)
+    (scored,) = score(engine.ask, detector, [CHAT], max_tokens=7)
+    states = truth.stream(2)[length:]
+    logits = (states - tensors["mean"]) / tensors["scale"] @ tensors["weight"] + tensors["bias"]
+    assert scored.score.value == pytest.approx(float(sigmoid(logits).max()), abs=1e-4)
+    excess = np.maximum(states[int(logits.argmax()), [3, 50]] - tensors["node_baselines"], 0).mean()
+    assert dict(scored.score.details)["excess"] == pytest.approx(float(excess), abs=1e-4)
+
+
+def test_claims_are_checked_by_what_the_model_makes_of_their_conversation(engine: Engine, tmp_path: Path) -> None:
+    tensors = {"weight": random(8, 3, SIZE), "bias": random(9, 3), "norm_gain": 1 + random(10, SIZE)}
+    detector = build(
+        tmp_path,
+        "science_hallucination",
+        tensors,
+        layer=3,
+        hidden_size=SIZE,
+        norm_eps=1e-5,
+        prompt_sha256=PROMPT_SHA256,
+    )
+    nothing, checked = score_claims(
+        engine.ask, detector, [("Claim.", {}), ("It froze.", {"reference": "There was ice."})]
+    )
+    assert nothing.status == "unavailable"
+    passed = detector.second_pass("It froze.", {"reference": "There was ice."})
+    length, truth = engine.told([dict(one) for one in passed.messages])
+    state = truth.stream(3)[length - 1].astype(np.float64)
+    normed = state / np.sqrt((state**2).mean() + 1e-5) * tensors["norm_gain"]
+    logits = tensors["weight"] @ normed + tensors["bias"]
+    shares = np.exp(logits) / np.exp(logits).sum()
+    assert dict(checked.details) == pytest.approx(dict(zip(LABELS, shares, strict=True)), abs=1e-4)
+    assert checked.value == pytest.approx(1 - shares[0], abs=1e-4)
