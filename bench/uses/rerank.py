@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from bench.about import card, commit, installed
 from bench.uses.faq import CANDIDATES, Case, faq, source
+from bench.uses.ranking import difference, quality
 from detectors.calibration.wheels import pull
 from detectors.model_config import ModelInfo
 from guard.mia.engine_config import EngineConfig
@@ -139,27 +139,6 @@ def _orders(
         scores = document_scores(summed, nothing if blank else [np.zeros_like(one) for one in summed])
         orders.append(tuple(case.shown[i] for i in np.argsort(-scores, kind="stable")))
     return orders
-
-
-def quality(ranks: Sequence[int | None]) -> dict[str, float]:
-    """With one right answer each, nDCG@10 is 1 / log2(1 + rank), and 0 where it is not among the ten."""
-    return {
-        "ndcg_at_10": float(np.mean(gains(ranks))),
-        "mrr_at_10": float(np.mean([1 / rank if rank else 0.0 for rank in ranks])),
-        "first": float(np.mean([rank == 1 for rank in ranks])),
-    }
-
-
-def gains(ranks: Sequence[int | None]) -> list[float]:
-    return [1 / math.log2(1 + rank) if rank else 0.0 for rank in ranks]
-
-
-def difference(ours: Sequence[int | None], theirs: Sequence[int | None]) -> dict[str, float]:
-    """Mean over questions, and its 95 % interval by bootstrap over questions."""
-    each = np.array(gains(ours)) - np.array(gains(theirs))
-    drawn = np.random.default_rng(0).choice(each, (10_000, len(each))).mean(axis=1)
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return {"mean": float(each.mean()), "low": float(low), "high": float(high)}
 
 
 def _write(chosen: Sequence[Head], result: dict, out: Path, folder: Path) -> None:  # type: ignore[type-arg]

@@ -1,0 +1,70 @@
+"""The figures in the pages of the uses are those of the recorded results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from bench.uses.ranking import difference
+
+CHECKOUT = Path(__file__).parent.parent.parent
+PAGES = CHECKOUT / "docs" / "use-cases"
+
+
+def result_of(page: str) -> tuple[str, Any]:
+    text = (PAGES / page).read_text(encoding="utf-8")
+    (file,) = set(re.findall(r"\]\(\.\./\.\./(bench/results/[^)]+\.json)\)", text))
+    return text, json.loads((CHECKOUT / file).read_text())
+
+
+def cells(text: str, name: str) -> list[str]:
+    (row,) = re.findall(rf"^\| {re.escape(name)} \| (.+) \|$", text, re.MULTILINE)
+    return [cell.strip() for cell in row.split("|")]
+
+
+def test_the_rerankers_figures_are_the_recorded_ones() -> None:
+    text, result = result_of("reranking.md")
+    names = {
+        "core": "CoRe, 8 of 270 heads",
+        "bm25": "BM25",
+        "core without N/A": 'CoRe without "N/A"',
+        "all heads": 'all heads, with "N/A"',
+        "prompt's order": "the order in the prompt",
+    }
+    assert names.keys() == result["quality"].keys()
+    for name, shown in names.items():
+        quality = result["quality"][name]
+        expected = [f"{quality['ndcg_at_10']:.3f}", f"{quality['mrr_at_10']:.3f}", f"{100 * quality['first']:.0f} %"]
+        assert cells(text, shown) == expected, name
+    gap = result["ndcg_core_minus_bm25"]
+    assert f"difference of nDCG {gap['mean']:.3f}, 95 % interval {gap['low']:.3f} to {gap['high']:.3f}" in text
+    assert f"{100 * result['recall_at_10_of_candidates']:.0f} % of cases" in text
+    ranks = result["ranks"]
+    for other in ("all heads", "core without N/A"):
+        more = difference(ranks["core"], ranks[other])
+        assert f"({more['mean']:.3f}, interval {more['low']:.3f} to {more['high']:.3f})" in text
+    loss = result["quality"]["core"]["ndcg_at_10"] - result["quality"]["all heads"]["ndcg_at_10"]
+    assert f"cost\n[{loss:.3f} nDCG@10]" in (CHECKOUT / "docs" / "comparison.md").read_text(encoding="utf-8")
+
+
+def test_schema_linkings_figures_are_the_recorded_ones() -> None:
+    text, result = result_of("schema-linking.md")
+    names = {
+        "head, top_p 0.2": "layer 25, head 4, `top_p` 0.2",
+        "head, top_p 0.8": "the same, `top_p` 0.8",
+        "mean of all heads, top_p 0.8": "mean of all heads, `top_p` 0.8",
+        "shared words": "words shared with the question, `top_p` 0.8",
+    }
+    for name, shown in names.items():
+        quality = result["quality"][name]
+        assert cells(text, shown) == [
+            f"{100 * quality['precision']:.0f} %",
+            f"{100 * quality['recall']:.0f} %",
+            f"{quality['selected']:.1f}",
+            f"{quality['average_precision']:.2f}",
+        ], name
+    best = result["heads_by_average_precision_on_choose"][0]
+    assert f"layer {best['layer']}, head {best['head']}, " in text
+    assert result["questions"] == {"choose": 20, "measure": 32}
