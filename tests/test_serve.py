@@ -23,6 +23,7 @@ import torch
 
 from detectors.base import CapturePlan, EngineProbe, Score
 from detectors.engine_probes import write_probes
+from guard.data import data_folder, default_policy
 from guard.engine_process import engine_command
 from guard.machine import free_port
 from guard.mia.engine_config import EngineConfig
@@ -32,7 +33,8 @@ from guard.mia.spec import AttentionCapture, HiddenCapture, SpanPositions
 from guard.models import ResolvedModel
 from guard.policy import bind, load_policy
 from guard.proxy_server import StartError, listening_socket
-from guard.serve import engine_config_for, engine_config_of, probes_for, run_until_signal
+from guard.serve import RERANKED_QUERY_TOKENS, engine_config_for, engine_config_of, probes_for, run_until_signal
+from guard.uses.rerank import load_reranker, spec_for
 from tests.conftest import RunningPair
 from tests.detectors.weights import write as write_detector
 
@@ -82,6 +84,19 @@ def test_the_engine_gets_taps_for_what_the_policy_reads_and_steers_and_no_others
         steering_vectors=("calm",),
         steering_folder=tmp_path,
     )
+
+
+def test_the_engine_gets_taps_that_the_reranker_reads_beside_the_policys(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    bound = bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"})
+    reranker = load_reranker(data_folder("model_configs") / "core_reranker" / "SmolLM2-135M-Instruct.json")
+    config = engine_config_for([bound], tmp_path, tmp_path, reranker)
+    assert set(config.attention_heads) == {(2, 0), (5, 1), *reranker.heads}
+    config.check(bound.spec)
+    config.check(spec_for(reranker.heads, 40))
+    assert config.max_query_rows_per_step == RERANKED_QUERY_TOKENS
+    printed = json.loads(engine_config_of("smollm2-135m", default_policy(), tmp_path / "probes", rerank=True))
+    EngineConfig.model_validate(printed["mia"]).check(spec_for(reranker.heads, 1))
 
 
 def test_the_engine_gets_taps_for_every_policy_that_may_judge_shadows_too(tmp_path: Path) -> None:
