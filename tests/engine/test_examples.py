@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def run(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
     """Runs an example's ``main`` in this process. Returns the lines that it prints."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
@@ -34,9 +34,9 @@ def run(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         with engines.in_process():
             example = importlib.import_module(name)
             assert Path(example.__file__).parent == EXAMPLES
-            capsys.readouterr()
+            capfd.readouterr()
             example.main(["--model", model, *arguments])
-        return [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("INFO", "WARNING"))]
+        return [line for line in capfd.readouterr().out.splitlines() if not line.startswith(("INFO", "WARNING"))]
 
     return run
 
