@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"not supported: {one.value:.3f}  {claim}")
         steps = [step(TOOL_OUTPUTS[-1]), step(TOOL_OUTPUTS[-1] + ORDERS[-1])]
         for messages, scored in zip(steps, score(ask, risk, steps), strict=True):
-            print(f"risk: {scored.score.value:.3f}  {messages[-1]['content'][-60:]}")
+            print(f"risk: {scored.score.value:.3f}  {messages[-1]['content'].splitlines()[-1][-60:]}")
 
 
 def fitted_science(ask: Ask, model: Path, layer: int, folder: Path) -> ScienceHallucination:
