@@ -39,7 +39,7 @@ TASKS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--layers", type=int, nargs="+", default=[10, 20, 30])
-    made.add_argument("--tokens", type=int, default=16, help="of each answer")
+    made.add_argument("--tokens", type=int, default=12, help="of each answer")
     made.add_argument("--answers", type=int, default=64)
     made.add_argument("--group", type=int, default=16, help="answers that are under way at once, and in memory")
     made.add_argument("--out", type=Path, help="folder for the files; without: one that is removed at the end")
