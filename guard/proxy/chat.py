@@ -50,7 +50,7 @@ def answering(form: Form) -> Handler:
         record.model, record.streamed = request.model, request.streamed
         exchange.affinity = affinity_of(request.fields)
         judges = judges_for(services.policies, exchange, request.model)
-        await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
+        await exchange.until_client_leaves(guarded(services, exchange, request, judges, began_s))
 
     return handle
 
@@ -90,7 +90,7 @@ class _Asking:
                 self.exchange.record.gates = gate_reports(gated, answer.readouts())
 
 
-async def _guarded(
+async def guarded(
     services: Services, exchange: Exchange, request: GuardedRequest[Form], judges: Judges, began_s: float
 ) -> None:
     """The answer that the policy wants."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from guard.policy import Judges
 from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeError
 from guard.proxy.keys import Caller
 from guard.telemetry.record import RequestRecord
@@ -28,7 +29,7 @@ class ClientGoneError(Exception):
 @dataclass
 class Exchange:
     """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s. ``caller``: who asks,
-    once that is known. ``affinity``: equal for requests whose prompts begin alike."""
+    once that is known. ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are chosen."""
 
     scope: Scope
     receive: Receive
@@ -38,6 +39,7 @@ class Exchange:
     named_errors: bool = False
     caller: Caller = field(default_factory=Caller)
     affinity: bytes = b""
+    judges: Judges | None = None
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False

@@ -27,6 +27,7 @@ async def relay_judged(
     exchange: Exchange, request: GuardedRequest[Form], answer: Answer, judge: AnswerJudge, attempts: int
 ) -> Decision | None:
     """Answer the client. A decision comes back when it wants another answer first; then nothing was sent."""
+    exchange.record.course = judge.course
     if isinstance(answer, StreamedAnswer):
         return await _Stream(exchange, request, answer, judge, attempts).run()
     return await _whole(exchange, request, await answer.whole(), judge, attempts)

@@ -27,6 +27,7 @@ from guard.proxy.wire_responses import responses_form
 from guard.settings import Settings
 from guard.telemetry.ledger import Ledger
 from guard.telemetry.metrics import Metrics
+from guard.telemetry.recent import Recent
 
 FORMS = (chat_form, completions_form, responses_form, messages_form)
 EMBEDDINGS, MODELS, OTHER = "/v1/embeddings", "/v1/models", "other"
@@ -36,6 +37,9 @@ ROUTES = (*GUARDED, MODELS, OTHER)
 """The values of the label ``route``."""
 
 DRAIN_LIMIT_S = 2.0
+
+KEPT_FOR_CONSOLE = 1000
+"""Requests that ended last and can be looked at; some kilobytes each."""
 
 
 class Services:
@@ -52,6 +56,7 @@ class Services:
         self.metrics = Metrics(first.name, first.hash, ROUTES, first.rule_names, first.detector_kinds)
         self._announce(self.policies.current)
         self.ledger = Ledger(settings.ledger, self.metrics.count_entries)
+        self.recent = Recent(KEPT_FOR_CONSOLE if settings.admin_port is not None else 0)
         self.upstream = Upstream(settings)
         self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.under_way = 0
@@ -68,6 +73,7 @@ class Services:
                     yield
                     await self._drained()
         finally:
+            self.recent.close()
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)

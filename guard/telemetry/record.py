@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -73,10 +73,19 @@ class GateReport:
     reason: str
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What rules of the stage ``stream`` had to go by at one time. ``tokens``: of the answer so far; scores: of its
+    worst text, None where there is none yet."""
+
+    tokens: int
+    scores: Mapping[str, float | None]
+
+
 @dataclass
 class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
-    a streamed answer, that went to the client."""
+    a streamed answer, that went to the client. ``course``: how a stream's scores went; not in the ledger."""
 
     route: str
     policy: str
@@ -97,6 +106,7 @@ class RequestRecord:
     gates: Mapping[str, GateReport] = field(default_factory=dict)
     shadow: Beside | None = None
     answer: Answered | None = None
+    course: Sequence[Moment] = ()
     outcome: Outcome = "internal_error"
     error_code: str | None = None
     status: int | None = None
