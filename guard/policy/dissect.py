@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Literal
 
 from detectors.base import Score
@@ -29,9 +30,10 @@ Form = Literal["score", "status", "all", "any", "not"]
 
 @dataclass(frozen=True)
 class Bound:
-    """``name``: of the threshold, None where the policy has a number."""
+    """``value``: None for a threshold that nobody has measured for this model. ``name``: of the threshold, None where
+    the policy has a number."""
 
-    value: float
+    value: float | None
     name: str | None
 
 
@@ -104,7 +106,8 @@ def _node(policy: BoundPolicy, condition: Condition, scores: Mapping[str, Score]
 def _bound(policy: BoundPolicy, detector: str, given: float | str | None) -> Bound | None:
     if given is None:
         return None
-    return Bound(_number(policy, detector, given), given if isinstance(given, str) else None)
+    value = _number(policy, detector, given)
+    return Bound(value if isfinite(value) else None, given if isinstance(given, str) else None)
 
 
 def _number(policy: BoundPolicy, detector: str, given: float | str) -> float:
