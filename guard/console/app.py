@@ -27,7 +27,7 @@ from guard.policy import BoundPolicy
 from guard.proxy.admin import admin_app
 from guard.proxy.app import names_of_models
 from guard.proxy.body import parse_request
-from guard.proxy.errors import ForbiddenHostError, InvalidRequestError, NotFoundError
+from guard.proxy.errors import ForbiddenHostError, InvalidKeyError, InvalidRequestError, NotFoundError
 from guard.proxy.keys import Caller
 from guard.proxy.services import Services
 from guard.proxy.wire_choices import chat_form
@@ -107,6 +107,14 @@ def _session_routes(sessions: Sessions) -> APIRouter:
             samesite="strict",
         )
         return response
+
+    @router.get("")
+    async def known(request: Request) -> JSONResponse:
+        try:
+            sessions.admin(request.headers, request.cookies.get(COOKIE))
+        except InvalidKeyError:
+            return _json({"signed_in": False})
+        return _json({"signed_in": True})
 
     @router.delete("")
     async def end(request: Request) -> JSONResponse:

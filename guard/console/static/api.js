@@ -19,6 +19,9 @@ export async function signIn(key) {
   return ask("POST", "/session", { headers: { authorization: `Bearer ${key}` } });
 }
 
+/** Whether somebody is signed in here; needs nobody to be. */
+export const signedInHere = async () => (await ask("GET", "/session", {})).signed_in;
+
 export const signOut = () => ask("DELETE", "/session", {});
 
 async function ask(method, path, { body, headers = {}, signal } = {}) {

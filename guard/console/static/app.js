@@ -1,6 +1,6 @@
 // The console: who is signed in, which view is shown, and keys that work everywhere.
 
-import { get, signIn, signOut } from "./api.js";
+import { get, signIn, signOut, signedInHere } from "./api.js";
 import { calibrationView } from "./calibration.js";
 import { h, show } from "./dom.js";
 import { playgroundView } from "./playground.js";
@@ -145,4 +145,6 @@ document.addEventListener("keydown", (event) => {
 window.addEventListener("hashchange", route);
 store.addEventListener("signed-out", () => showSignIn("The session is over."));
 drawHelp();
-begin().catch((error) => showSignIn(error.status === 401 ? "" : error.message));
+signedInHere()
+  .then((known) => (known ? begin() : showSignIn()))
+  .catch((error) => showSignIn(error.message));
