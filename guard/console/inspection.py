@@ -29,6 +29,8 @@ MAX_TOKENS = 4096
 RENDERED = ("model", "messages", "tools", "chat_template_kwargs", "mm_processor_kwargs")
 """Fields of a chat request that its prompt is made from."""
 
+_NOTHING = Score("unavailable", reason="no detector of this policy reads tokens")
+
 ROWS_AT_ONCE = 128
 """Tokens read in one pass where an engine has no room for all: it has room for one of each request in a step, which is
 rarely less than this."""
@@ -96,7 +98,7 @@ async def inspect(services: Services, policy: BoundPolicy, content: Content, req
     if reason := services.unread(reading.model):
         raise InvalidRequestError(f"nothing can be read inside this model: {reason}")
     tokens = await reading.tokens(content)
-    layers = [await reading.layer(look, tokens) for look in _looks(policy, tokens)]
+    layers = await reading.layers(_looks(policy, tokens), tokens)
     return {
         "tokens": list(tokens.texts),
         "answer_from": tokens.answer_from,
@@ -142,41 +144,36 @@ class _Reading:
             raise InvalidRequestError(f"prompt and answer have {len(ids)} tokens; at most {MAX_TOKENS} are looked at")
         return Tokens(ids, token_texts(names), begins)
 
-    async def layer(self, look: _Look, tokens: Tokens) -> Layer:
-        """All tokens at once if the engine has room, else in parts."""
-        values = await self._values(look, tokens)
-        if isinstance(values, Score) and len(look.parts()) > 1:
-            values = await self._in_parts(look, tokens)
-        if isinstance(values, Score):
-            return Layer(look.name, look.kind, look.detector.looks_back, look.from_, (), values.reason)
-        filled = [values.get(at) for at in range(len(tokens.ids))]
-        return Layer(look.name, look.kind, look.detector.looks_back, look.from_, filled)
+    async def layers(self, looks: Sequence[_Look], tokens: Tokens) -> list[Layer]:
+        """All in one reading if the engine can do that; what it had no room for, or no tap, is then read by itself."""
+        together = await self._read([_spec(look) for look in looks], tokens) if looks else _NOTHING
+        return [await self._layer(look, tokens, together) for look in looks]
 
-    async def _in_parts(self, look: _Look, tokens: Tokens) -> dict[int, float] | Score:
+    async def _layer(self, look: _Look, tokens: Tokens, together: Readouts | Score) -> Layer:
+        values = _values(look, together)
+        if isinstance(values, Score):
+            values = await self._alone(look, tokens)
+        reason = values.reason if isinstance(values, Score) else ""
+        filled = [] if isinstance(values, Score) else [values.get(at) for at in range(len(tokens.ids))]
+        return Layer(look.name, look.kind, look.detector.looks_back, look.from_, filled, reason)
+
+    async def _alone(self, look: _Look, tokens: Tokens) -> dict[int, float] | Score:
+        """Of one detector, in as many readings as it takes."""
         found: dict[int, float] = {}
         for part in look.parts():
-            values = await self._values(part, tokens)
+            values = _values(part, await self._read([_spec(part)], tokens))
             if isinstance(values, Score):
                 return values
             found |= values
         return found
 
-    async def _values(self, look: _Look, tokens: Tokens) -> dict[int, float] | Score:
-        """By position; a ``Score`` says why there are none."""
-        plan = look.plan
-        readouts = await self._read(_spec(look.key, plan), tokens)
-        if isinstance(readouts, Score):
-            return readouts
-        prefix = f"{look.key}."
-        own: dict[str, Readout] = {
-            name.removeprefix(prefix): item for name, item in readouts.items.items() if name.startswith(prefix)
-        }
-        read = look.detector.token_values(own)
-        if isinstance(read, Score):
-            return read
-        return dict(zip(read.positions, (round(value, 5) for value in read.values), strict=True))
-
-    async def _read(self, spec: MiaSpec, tokens: Tokens) -> Readouts | Score:
+    async def _read(self, specs: Sequence[MiaSpec], tokens: Tokens) -> Readouts | Score:
+        """One prompt read; a ``Score`` says why nothing came of it."""
+        spec = MiaSpec(
+            hidden={name: capture for one in specs for name, capture in one.hidden.items()},
+            attention={name: capture for one in specs for name, capture in one.attention.items()},
+            probes={name: capture for one in specs for name, capture in one.probes.items()},
+        )
         body = {
             "model": self.model,
             "prompt": list(tokens.ids),
@@ -210,12 +207,28 @@ class _Reading:
         return ids, names
 
 
-def _spec(key: str, plan: CapturePlan) -> MiaSpec:
+def _spec(look: _Look) -> MiaSpec:
+    plan, key = look.plan, look.key
     return MiaSpec(
         hidden={f"{key}.{name}": capture for name, capture in plan.hidden.items()},
         attention={f"{key}.{name}": capture for name, capture in plan.attention.items()},
         probes={f"{key}.{name}": probe.capture for name, probe in plan.probes.items()},
     )
+
+
+def _values(look: _Look, readouts: Readouts | Score) -> dict[int, float] | Score:
+    """By position; a ``Score`` says why there are none."""
+    if isinstance(readouts, Score):
+        return readouts
+    prefix = f"{look.key}."
+    own: dict[str, Readout] = {
+        name.removeprefix(prefix): item for name, item in readouts.items.items() if name.startswith(prefix)
+    }
+    read = look.detector.token_values(own)
+    if isinstance(read, Score):
+        return read
+    # Nobody attends to what comes later; that is not the same as a little.
+    return {at: round(value, 5) for at, value in zip(read.positions, read.values, strict=True) if at < look.end}
 
 
 def _message(body: bytes) -> str:

@@ -74,13 +74,20 @@ export function operating(points, label) {
   const x = (value) => edge + Math.sqrt(clamp(value)) * (width - edge - 8);
   const y = (value) => 8 + (1 - clamp(value)) * (height - edge - 8);
   const sorted = [...points].sort((a, b) => a.fpr - b.fpr);
+  const names = [];
+  for (const one of [...sorted].reverse()) {
+    const place = { name: one.name, x: x(one.fpr) + 7, y: y(one.tpr) + 13 };
+    const near = names.at(-1);
+    if (near && near.x - place.x < 48 && place.y - near.y < 11) place.y = near.y + 11;
+    names.push(place);
+  }
   const ends = [[0, 0], ...sorted.map((one) => [one.fpr, one.tpr]), [1, 1]];
   return s(
     "svg",
     { class: "operating", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
     [0.01, 0.05, 0.2, 0.5, 1].map((value) => [
       s("line", { class: "grid", x1: x(value), x2: x(value), y1: 8, y2: height - edge }),
-      s("text", { x: x(value), y: height - edge + 14, "text-anchor": "middle" }, percent(value, 0)),
+      s("text", { x: x(value), y: height - edge + 14, "text-anchor": value === 1 ? "end" : "middle" }, percent(value, 0)),
     ]),
     [0, 0.5, 1].map((value) => [
       s("line", { class: "grid", x1: edge, x2: width - 8, y1: y(value), y2: y(value) }),
@@ -92,8 +99,8 @@ export function operating(points, label) {
     sorted.map((one) => [
       one.low !== undefined && s("line", { class: "interval", x1: x(one.low), x2: x(one.high), y1: y(one.tpr), y2: y(one.tpr) }),
       s("circle", { class: "point", cx: x(one.fpr), cy: y(one.tpr), r: 3.5 }),
-      s("text", { class: "name", x: x(one.fpr) + 7, y: y(one.tpr) + 12 }, one.name),
     ]),
+    names.map((one) => s("text", { class: "name", x: one.x, y: Math.min(one.y, height - edge - 3) }, one.name)),
   );
 }
 

@@ -51,7 +51,7 @@ export function heatMap({ tokens, answer_from: answerFrom, layers }, thresholds)
     spans.forEach((span, i) => span.classList.toggle("at", i === at));
     const value = shown?.values[at];
     const amount = value === null || value === undefined ? "not read" : shown.looks_back ? `${percent(value, 2)} of the attention` : score(value);
-    show(readout, h("b", {}, `token ${at}`), " ", h("code", {}, visible(tokens[at])), " ", amount, shown?.looks_back && at === 0 ? ", where attention rests that is not needed; left out of the colours" : "");
+    show(readout, h("b", {}, `token ${at}`), " ", h("code", {}, visible(tokens[at]).replaceAll("⏎\n", "⏎")), " ", amount, shown?.looks_back && at === 0 ? ", where attention rests that is not needed; left out of the colours" : "");
   }
 
   function step(event) {

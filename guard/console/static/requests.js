@@ -103,7 +103,7 @@ export function requestsView(root, { go }) {
       { "data-number": one.number, class: chosen.at === one.number && "at", on: { click: () => go(`/requests/${one.number}`) } },
       h("td", { class: "time" }, h("a", { href: `#/requests/${one.number}`, on: { focus: () => mark(one.number) } }, clock(one.time))),
       h("td", {}, actionBadge(one.action), one.would !== one.action && one.would !== "none" && h("span", { class: "would", title: "with the shadow rules enforced" }, ` would ${one.would}`)),
-      h("td", { class: "named" }, one.rules.join(", ") || (one.outcome === "completed" ? "" : one.outcome.replaceAll("_", " "))),
+      h("td", { class: "named" }, one.rules.join(", ") || (one.outcome === "completed" ? "" : h("span", { class: "soft" }, one.outcome.replaceAll("_", " ")))),
       h(
         "td",
         { class: "scores" },
