@@ -77,6 +77,7 @@ On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a 
 | `GET /admin/v1/keys` | each key's id, tenant, policy, limits, requests, tokens and when it was last used; no hash |
 | `POST /admin/v1/keys/reload` | reads the file now; `result` is `success` or `failure` |
 | `GET /admin/v1/upstreams` | each vLLM: address, whether it is healthy, requests that it has from here |
+| `GET /console/` | the [console](console.md), a page for people; its data under `/console/api` |
 
 ## Response headers
 | header | meaning |

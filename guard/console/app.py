@@ -151,8 +151,7 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
                 "policies": [_policy(one) for one in current.policies],
                 "default": current.default.live.name,
                 "policies_error": services.policies.error,
-                "under_way": services.under_way,
-                "engines": [{"url": one.url, "healthy": one.healthy} for one in services.upstream.replicas.all],
+                "workers": services.settings.workers,
             }
         )
 

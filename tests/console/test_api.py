@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from guard.console.sessions import SAME_PAGE
+from guard.console.static_files import FOLDER
 from tests.console.conftest import Console, StartConsole
 from tests.proxy.conftest import BLOCKED, FLAGGED, STEERED
 from tests.proxy.detectors import register
@@ -70,7 +71,7 @@ async def test_the_cookie_is_for_this_page_alone(console: Console) -> None:
 
 async def test_the_page_runs_nothing_but_its_own_files(console: Console) -> None:
     async with aiohttp.ClientSession() as client:
-        for path in ("/console/", "/console/static/app.js", "/console/static/style.css"):
+        for path in ("/console/", *(f"/console/static/{file.name}" for file in FOLDER.iterdir())):
             async with client.get(console.admin_url + path) as answer:
                 policy, text = answer.headers["content-security-policy"], await answer.text()
             assert answer.status == 200

@@ -67,7 +67,7 @@ function drawBar(overview) {
     h("a", { class: "mark", href: "#/requests" }, "mia-guard"),
     h("nav", { "aria-label": "Views" }, VIEWS.map(([path, name, key]) => h("a", { href: `#${path}`, "aria-keyshortcuts": key }, name))),
     h("span", { class: "space" }),
-    h("span", { class: "policy soft" }, overview.default, overview.policies_error && h("b", { title: overview.policies_error }, " policy not reloaded")),
+    h("span", { class: "policy soft" }, overview.workers > 1 && h("span", { title: "Each process keeps its own requests; this is the first one's page" }, `1 of ${overview.workers} workers, `), overview.default, overview.policies_error && h("b", { title: overview.policies_error }, " policy not reloaded")),
     h("button", { type: "button", class: "quiet", "aria-label": "Keyboard shortcuts", on: { click: () => help.showModal() } }, "?"),
     h("button", { type: "button", class: "quiet", on: { click: leave } }, "Sign out"),
   );
