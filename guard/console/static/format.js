@@ -6,7 +6,7 @@ export const percent = (value, digits = 1) => `${(value * 100).toFixed(digits)} 
 
 export function ms(value) {
   if (value === null || value === undefined) return "–";
-  if (value >= 10_000) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(value >= 100_000 ? 0 : 2)} s`;
   return `${value >= 100 ? value.toFixed(0) : value.toFixed(1)} ms`;
 }
 

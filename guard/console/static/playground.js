@@ -38,7 +38,7 @@ function draw(root, { policies, models }) {
     "form",
     { class: "playground", on: { submit: (event) => { event.preventDefault(); run(); }, keydown: (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); run(); } } } },
     h("label", {}, "System message", area("system", 2)),
-    h("label", {}, "Prompt", area("prompt", 5, "Ask something, or attack")),
+    h("label", {}, "Prompt", area("prompt", 4, "Ask something, or attack")),
     h(
       "div",
       { class: "options" },

@@ -127,6 +127,14 @@ function course(request) {
   ];
 }
 
+/** What an action changes that a second reading does not do again. */
+const CHANGED = {
+  steer: ", without the steering that the answer was made with",
+  retry: ", without the steering that the answer was made with",
+  redact: ", as it came, before anything was taken out",
+  route: ", by the model that was asked first",
+};
+
 /** Returns what the key for a closer look does. */
 function drawText(section, request) {
   if (request.content === null) {
@@ -150,7 +158,7 @@ function drawText(section, request) {
       const found = await post(`/requests/${request.number}/inspection`, {});
       const thresholds = Object.fromEntries(request.detectors.map((one) => [one.name, one.thresholds]));
       show(place, heatMap(found, thresholds));
-      show(status, `read again in ${ms(performance.now() - began)}`);
+      show(status, `read again in ${ms(performance.now() - began)}${CHANGED[request.entry.action] ?? ""}`);
       button.hidden = true;
     } catch (error) {
       asked = false;
