@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import RedirectResponse, Response
 
 from guard import __version__
@@ -27,7 +27,7 @@ from guard.policy import BoundPolicy
 from guard.proxy.admin import admin_app
 from guard.proxy.app import names_of_models
 from guard.proxy.body import parse_request
-from guard.proxy.errors import ForbiddenHostError, InvalidKeyError, InvalidRequestError, NotFoundError
+from guard.proxy.errors import ForbiddenHostError, InvalidKeyError, InvalidRequestError, NotFoundError, TooLargeError
 from guard.proxy.keys import Caller
 from guard.proxy.services import Services
 from guard.proxy.wire_choices import chat_form
@@ -38,6 +38,11 @@ API = f"{ROOT}/api"
 
 MAX_WAIT_S = 20.0
 """Longest time that a question for new requests waits for one. Shorter than any proxy's patience."""
+
+MAX_LINES = 250
+"""Most requests in one answer; who was told of none for a while misses the older ones."""
+
+MAX_BODY_BYTES = 1 << 20
 
 BINS = 40
 """Of the distribution of recent scores."""
@@ -162,7 +167,9 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
         after = after if after <= recent.newest else 0
         if recent.newest == after:
             await recent.wait(after, wait_s)
-        return _json({"newest": recent.newest, "requests": [views.line(one) for one in recent.after(after)]})
+        newest, found = recent.newest, recent.after(after)[-MAX_LINES:]
+        # In a thread: the proxy's own requests do not wait for people who look on.
+        return await asyncio.to_thread(lambda: _json({"newest": newest, "requests": list(map(views.line, found))}))
 
     @router.get("/requests/{number}")
     async def request(number: int) -> JSONResponse:
@@ -187,8 +194,9 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
         )
 
     @router.post("/playground")
-    async def run(request: Request, asked: PlaygroundRequest) -> JSONResponse:
+    async def run(request: Request) -> JSONResponse:
         caller: Caller = request.state.admin
+        asked = _asked(await _body_of(request))
         found = await asyncio.to_thread(playground.choices)
         if unknown := [name for name in asked.policies if name not in found]:
             raise InvalidRequestError(f"there is no policy {unknown[0]!r} to try", "policies")
@@ -222,6 +230,33 @@ def _policy(policy: BoundPolicy) -> dict[str, Any]:
 def _content(content: Content) -> dict[str, Any]:
     messages = content.fields.get("messages")
     return {"messages": messages if isinstance(messages, list) else [], "answer": content.answer}
+
+
+async def _body_of(request: Request) -> bytes:
+    """Read here, and not by the framework: it would read any length, and before it is known who asks.
+
+    Raises ``TooLargeError``.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise TooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _asked(raw: bytes) -> PlaygroundRequest:
+    """Raises ``InvalidRequestError`` that names the field."""
+    try:
+        return PlaygroundRequest.model_validate_json(raw)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0], ()) from None
+
+
+def _refusal(first: Any, below: tuple[str, ...]) -> InvalidRequestError:
+    """``first``: of pydantic's errors; ``below``: what its place begins with that nobody has written."""
+    where = ".".join(str(one) for one in first["loc"][len(below) :])
+    return InvalidRequestError(f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
 
 
 def _body(asked: PlaygroundRequest) -> bytes:
@@ -266,7 +301,4 @@ def _json(value: Any) -> JSONResponse:
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(one) for one in first["loc"][1:])
-    wire = InvalidRequestError(f"{where}: {first['msg']}", where).to_wire()
-    return JSONResponse(wire, 400)
+    return JSONResponse(_refusal(error.errors()[0], ("query",)).to_wire(), 400)

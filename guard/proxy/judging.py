@@ -31,7 +31,7 @@ NOWHERE: Unit = (-1, "")
 WHOLE = " whole"
 """Ends the name of a channel's second copy, which some APIs send at its end."""
 
-MAX_MOMENTS = 512
+MAX_MOMENTS = 128
 """Longest course of a stream's scores that is kept; from there on every second moment of it is forgotten."""
 
 NO_WORDS = Score("not_applicable", reason="the answer says nothing in words")

@@ -219,6 +219,13 @@ async def test_a_look_inside_reads_every_token_of_prompt_and_answer(console: Con
     assert len(console.engine.looks) == (1 if rows > 128 else 1 + 2)
 
 
+async def test_a_body_without_end_is_not_read(console: Console) -> None:
+    url, headers = f"{console.admin_url}/console/api/playground", {"authorization": f"Bearer {console.admin_key}"}
+    for sent, status in ((headers, 413), ({}, 401)):
+        async with aiohttp.ClientSession() as client, client.post(url, data=b"x" * (2 << 20), headers=sent) as answer:
+            assert answer.status == status
+
+
 async def test_nobody_looks_inside_a_request_whose_text_was_not_captured(console: Console) -> None:
     await console.chat()
     status, body = await console.ask("POST", "/requests/1/inspection", {})

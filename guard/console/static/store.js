@@ -5,6 +5,9 @@ import { get } from "./api.js";
 const MOST = 1000;
 const WAIT_S = 20;
 const AGAIN_MS = 2000;
+const BETWEEN_MS = 400; // however many requests end meanwhile
+
+const pause = (duration) => new Promise((done) => setTimeout(done, duration));
 
 export class Store extends EventTarget {
   requests = []; // the newest first
@@ -36,11 +39,12 @@ export class Store extends EventTarget {
         const told = await get(`/requests?after=${this.newest}&wait_s=${wait}`, signal);
         wait = WAIT_S;
         this.#take(told);
+        await pause(BETWEEN_MS);
       } catch (error) {
         if (signal.aborted) return;
         if (error.status === 401) return this.dispatchEvent(new Event("signed-out"));
         this.#reached(false);
-        await new Promise((done) => setTimeout(done, AGAIN_MS));
+        await pause(AGAIN_MS);
       }
     }
   }
