@@ -20,7 +20,7 @@ const VIEWS = [
 
 const SHORTCUTS = [
   ["1 2 3", "requests, playground, calibration"],
-  ["j k or ↓ ↑", "next and last request"],
+  ["j k or ↓ ↑", "next and previous request"],
   ["Enter", "open it"],
   ["Esc", "back to the list"],
   ["p", "pause the list, and go on"],
