@@ -25,7 +25,9 @@ from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
 from guard.proxy.wire_responses import responses_form
 from guard.settings import Settings
+from guard.telemetry.chain import Secret
 from guard.telemetry.ledger import Ledger
+from guard.telemetry.ledger_file import Keeping
 from guard.telemetry.metrics import Metrics
 
 FORMS = (chat_form, completions_form, responses_form, messages_form)
@@ -51,7 +53,9 @@ class Services:
         self.admission = Admission(settings)
         self.metrics = Metrics(first.name, first.hash, ROUTES, first.rule_names, first.detector_kinds)
         self._announce(self.policies.current)
-        self.ledger = Ledger(settings.ledger, self.metrics.count_entries)
+        self.ledger = Ledger(
+            settings.ledger, self.metrics.count_entries, secret=_secret(settings), keeping=_keeping(settings)
+        )
         self.upstream = Upstream(settings)
         self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.under_way = 0
@@ -119,3 +123,18 @@ class Services:
                     await asyncio.sleep(0.005)
         except TimeoutError:
             return
+
+
+def _secret(settings: Settings) -> Secret | None:
+    return None if settings.ledger_key is None else Secret.of(settings.ledger_key.get_secret_value())
+
+
+def _keeping(settings: Settings) -> Keeping:
+    """As ``Keeping`` counts: in seconds."""
+    hours, days = settings.ledger_max_hours, settings.ledger_keep_days
+    return Keeping(
+        settings.ledger_max_bytes,
+        None if hours is None else hours * 3600,
+        settings.ledger_keep_files,
+        None if days is None else days * 86400,
+    )

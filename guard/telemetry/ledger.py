@@ -1,13 +1,13 @@
-"""The ledger's file: entries are queued by the event loop and appended by a thread.
+"""The ledger: entries are queued by the event loop and appended by a thread.
 
-Owns the queue, the thread and the file. A disk that fails is counted and logged, and never costs a request.
+Owns the queue and the thread; the files are ``ledger_file.py``'s. A disk that fails is counted and logged, and never
+costs a request.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
+
+from guard.telemetry.chain import Secret
+from guard.telemetry.ledger_file import Keeping, LedgerFile
 
 log = logging.getLogger("guard.ledger")
 
@@ -26,7 +29,9 @@ MAX_QUEUED = 100_000
 RETRY_S = 1.0
 MAX_BATCH = 512
 LOG_EVERY_S = 60.0
-LINE_END = ord("\n")
+
+HOUSEKEEPING_S = 600.0
+"""How often old files are looked after, whether anything is written or not."""
 
 GATHER_S = 0.02
 """One write for what comes within this time. While this thread runs, no answer goes on."""
@@ -39,18 +44,24 @@ class LedgerError(RuntimeError):
 class Ledger:
     """Append-only JSON lines. ``on_result(result, entries)`` is called from both threads for every entry."""
 
-    def __init__(self, path: Path, on_result: Callable[[Result, int], None] = lambda result, entries: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        on_result: Callable[[Result, int], None] = lambda result, entries: None,
+        *,
+        secret: Secret | None = None,
+        keeping: Keeping | None = None,
+    ) -> None:
         self.path = path
         self._on_result = on_result
         self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
-        self._file: int | None = None
-        self._torn = False
+        self._file = LedgerFile(path, secret, keeping)
         self._closing = threading.Event()
         self._logged_s = float("-inf")
 
     def __enter__(self) -> Self:
-        self._file = _first_open(self.path)
+        _first_open(self._file)
         self._thread.start()
         return self
 
@@ -59,30 +70,37 @@ class Ledger:
         self._closing.set()
         self._queue.put(None)
         self._thread.join()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._file.close()
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Queue one entry; never blocks, never raises."""
-        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(entry, separators=(",", ":")).encode()
         try:
             self._queue.put_nowait(line)
         except queue.Full:
             self._report("dropped", 1, f"{MAX_QUEUED} entries wait to be written")
 
     def _run(self) -> None:
+        self._file.keep_house()
+        house_s = time.monotonic()
         while True:
             lines, ends = self._batch()
             if lines:
                 self._write(lines)
             if ends:
                 return
+            if time.monotonic() - house_s >= HOUSEKEEPING_S:
+                self._file.keep_house()
+                house_s = time.monotonic()
 
     def _batch(self) -> tuple[list[bytes], bool]:
-        """Wait for one line, a little for others, then take what is there. True: nothing comes after these."""
+        """Wait for one line, a little for others, then take what is there; none when there was none for long. True:
+        nothing comes after these."""
         lines: list[bytes] = []
-        line = self._queue.get()
+        try:
+            line = self._queue.get(timeout=HOUSEKEEPING_S)
+        except queue.Empty:
+            return lines, False
         if line is not None:
             time.sleep(GATHER_S)
         while line is not None:
@@ -112,34 +130,10 @@ class Ledger:
 
     def _try(self, lines: list[bytes]) -> tuple[list[bytes], str]:
         """Those that are not whole in the file, and why."""
-        # After half a line, the next entry begins on a line of its own.
-        data = (b"\n" if self._torn else b"") + b"".join(lines)
-        sent, why = 0, ""
-        try:
-            if self._file is None:
-                self._file = _open(self.path)
-            while sent < len(data):
-                sent += os.write(self._file, data[sent:])
-        except OSError as error:
-            self._close_quietly()
-            why = error.strerror or "an error"
-        self._torn = data[sent - 1] != LINE_END if sent else self._torn
-        sent -= len(data) - sum(map(len, lines))
-        whole = 0
-        while whole < len(lines) and sent >= len(lines[whole]):
-            sent -= len(lines[whole])
-            whole += 1
+        whole, error = self._file.append(lines)
         if whole:
             self._on_result("written", whole)
-        return lines[whole:], why
-
-    def _close_quietly(self) -> None:
-        if self._file is not None:
-            try:
-                os.close(self._file)
-            except OSError:
-                log.debug("closing the ledger failed too")
-            self._file = None
+        return lines[whole:], (error.strerror or "an error") if error is not None else ""
 
     def _report(self, result: Result, entries: int, why: str) -> None:
         self._on_result(result, entries)
@@ -151,18 +145,16 @@ class Ledger:
 
 def check_writable(path: Path) -> None:
     """Raises ``LedgerError`` when the ledger cannot be opened; makes file and folder if need be."""
-    os.close(_first_open(path))
+    file = LedgerFile(path)
+    _first_open(file)
+    file.close()
 
 
-def _first_open(path: Path) -> int:
+def _first_open(file: LedgerFile) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return _open(path)
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        file.open()
     except OSError as error:
         raise LedgerError(
-            f"the ledger {path} cannot be written: {error.strerror}; choose another file with --ledger"
+            f"the ledger {file.path} cannot be written: {error.strerror}; choose another file with --ledger"
         ) from None
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)

@@ -89,7 +89,7 @@ def lines_forwards(ledger: Path) -> Iterator[bytes]:
 
 
 def lines_backwards(ledger: Path) -> Iterator[bytes]:
-    """Every whole line without its end, the newest first. Raises ``OSError``."""
+    """Every line without its end, the newest first. Raises ``OSError``."""
     opened = open_all(ledger)
     try:
         for _, file in reversed(opened):
@@ -101,10 +101,11 @@ def lines_backwards(ledger: Path) -> Iterator[bytes]:
 
 
 def placed_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Whole lines of a file from its end, each without its end and with the place of its first byte."""
+    """Lines of a file from its end, each without its end and with the place of its first byte. The last one may be
+    half a line."""
     at = file.seek(0, os.SEEK_END)
     parts: list[bytes] = []
-    whole = False  # what stands after the last line end is half a line
+    ended = False
     while at:
         length = min(BLOCK_BYTES, at)
         at -= length
@@ -113,9 +114,9 @@ def placed_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         end = len(block)
         while (cut := block.rfind(b"\n", 0, end)) >= 0:
             parts.append(block[cut + 1 : end])
-            if whole:
+            if ended or any(parts):
                 yield at + cut + 1, b"".join(reversed(parts))
-            parts, whole, end = [], True, cut
+            parts, ended, end = [], True, cut
         parts.append(block[:end])
-    if whole:
+    if ended or any(parts):
         yield 0, b"".join(reversed(parts))

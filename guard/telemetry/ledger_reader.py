@@ -1,8 +1,8 @@
 """Reading a ledger: its latest entries, one request's, and the text that was captured of it.
 
-The one place that knows how entries lie in files, for the console, ``guard ledger``, replay and calibration: all of
-it reads rotated files too, newest first where that is quicker. Owns nothing and never writes. What is not an entry, such
-as half a line after a crash, is passed over; ``ledger_check.py`` is what looks at it.
+The one place that knows how entries lie in files, for the console, ``guard ledger``, replay and calibration: rotated
+files are read too, the newest entry first where that is quicker. Never writes. What is not an entry, such as half a
+line after a crash, is passed over; ``ledger_check.py`` is what looks at it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def recent(path: Path, count: int) -> list[Entry]:
 
 def find(path: Path, request_id: str) -> Entry | None:
     """The latest entry of a request; clients may use an id twice. Raises ``LedgerReadError``."""
-    wanted = b'"request_id":' + json.dumps(request_id).encode()
+    wanted = json.dumps(request_id).encode()
     try:
         for line in lines_backwards(path):
             if wanted in line and (entry := parsed(line)) is not None and entry.get("request_id") == request_id:

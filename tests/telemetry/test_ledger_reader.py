@@ -71,8 +71,8 @@ def test_lines_from_the_end_are_the_lines_from_the_beginning(lines: list[bytes],
         found = list(placed_backwards(io.BytesIO(data + half)))  # type: ignore[arg-type]
     finally:
         ledger_files.BLOCK_BYTES = before
-    assert [line for _, line in reversed(found)] == lines
-    assert all(data[at : at + len(line) + 1] == line + b"\n" for at, line in found)
+    assert [line for _, line in reversed(found)] == [*lines, *([half] if half else [])]
+    assert all((data + half + b"\n")[at : at + len(line) + 1] == line + b"\n" for at, line in found)
 
 
 def kept(request_id: str, text: str) -> Captured:
