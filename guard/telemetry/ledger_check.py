@@ -9,9 +9,9 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from guard.telemetry.chain import GENESIS, HEAD_BYTES, Hash, Head, Link, Secret, hashed_part, link_of, read_head
 from guard.telemetry.ledger_files import head_path, open_all
@@ -58,6 +58,26 @@ class Checked:
     keyed: int = 0
     problems: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "holds": not self.problems,
+            "files": self.files,
+            "lines": self.lines,
+            "entries": self.entries,
+            "keyed": self.keyed,
+            "first": self.first,
+            "last": None if self.last is None else str(self.last),
+            "problems": [asdict(one) for one in self.problems],
+            "notes": [asdict(one) for one in self.notes],
+        }
+
+    def summary(self) -> str:
+        """One line for people."""
+        kept = f"{self.entries} entries in {self.files} files, {self.keyed} of them keyed"
+        if self.problems:
+            return f"the chain does not hold: {len(self.problems)} problems; {kept}"
+        return f"the chain holds: {kept}; the last is {self.last or 'none'}"
 
 
 def check(path: Path, secret: Secret | None = None, since: int = 1, anchors: Sequence[Anchor] = ()) -> Checked:

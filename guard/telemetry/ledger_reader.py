@@ -8,13 +8,15 @@ line after a crash, is passed over; ``ledger_check.py`` is what looks at it.
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from guard.telemetry.content import Captured, find_captured
-from guard.telemetry.ledger_files import content_folder, ledger_files, lines_backwards, lines_forwards
+from guard.telemetry.ledger_files import BLOCK_BYTES, content_folder, ledger_files, lines_backwards, lines_forwards
 
 Entry = dict[str, Any]
 """One request, by the fields of ``guard.telemetry.record.ENTRY_FIELDS`` and ``chain``."""
@@ -88,12 +90,53 @@ def captured(path: Path, request_id: str) -> Captured | None:
         raise _unreadable(content_folder(path), error) from None
 
 
-def check_readable(path: Path) -> None:
-    """Raises ``LedgerReadError`` when there is no ledger."""
+def follow(path: Path, count: int, every_s: float = 0.2) -> Iterator[Entry]:
+    """The latest ``count`` entries, the oldest first, and then for ever those that come, across rotation.
+
+    Raises ``LedgerReadError``.
+    """
     try:
-        ledger_files(path)
+        file = path.open("rb")
+        # Opened first: what comes meanwhile may be read twice, and is told once.
+        file.seek(0, os.SEEK_END)
+        shown = 0
+        for entry in reversed(recent(path, count)):
+            shown = max(shown, _number(entry))
+            yield entry
+        rest = b""
+        while True:
+            # Asked before reading: what was written to a file that is rotated by now is all there.
+            newer = _after(path, file)
+            while data := file.read(BLOCK_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    later = parsed(line)
+                    if later is not None and not 0 < _number(later) <= shown:
+                        yield later
+            if newer is None:
+                time.sleep(every_s)
+                continue
+            file.close()
+            file, rest = newer.open("rb"), b""
     except OSError as error:
         raise _unreadable(path, error) from None
+
+
+def _number(entry: Entry) -> int:
+    """In the chain; 0 for an entry of an older version."""
+    chain = entry.get("chain")
+    n = chain.get("n") if isinstance(chain, dict) else None
+    return n if isinstance(n, int) else 0
+
+
+def _after(path: Path, file: BinaryIO) -> Path | None:
+    """The ledger's file after an open one; None while that is the last."""
+    files = ledger_files(path)
+    for at, one in enumerate(files):
+        if os.path.samestat(one.stat(), os.fstat(file.fileno())):
+            return files[at + 1] if at + 1 < len(files) else None
+    # It is deleted, so all that are left are later ones.
+    return files[0]
 
 
 def parsed(line: bytes) -> Entry | None:
