@@ -18,6 +18,7 @@ from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer, PlainAnswer
 from guard.proxy.body import F, GuardedRequest, parsed
+from guard.proxy.capturing import capturing_of
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judged import block, relay_judged
@@ -50,6 +51,7 @@ def answering(form: Form) -> Handler:
         record.model, record.streamed = request.model, request.streamed
         exchange.affinity = affinity_of(request.fields)
         judges = judges_for(services.policies, exchange, request.model)
+        exchange.capturing = capturing_of(judges, request, record)
         await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
 
     return handle

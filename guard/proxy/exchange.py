@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from guard.proxy.capturing import Capturing
 from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeError
+from guard.proxy.judging import Unit
 from guard.proxy.keys import Caller
 from guard.telemetry.record import RequestRecord
 
@@ -28,7 +30,8 @@ class ClientGoneError(Exception):
 @dataclass
 class Exchange:
     """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s. ``caller``: who asks,
-    once that is known. ``affinity``: equal for requests whose prompts begin alike."""
+    once that is known. ``affinity``: equal for requests whose prompts begin alike. ``capturing``: the texts, where the
+    policy lets them be kept."""
 
     scope: Scope
     receive: Receive
@@ -38,6 +41,7 @@ class Exchange:
     named_errors: bool = False
     caller: Caller = field(default_factory=Caller)
     affinity: bytes = b""
+    capturing: Capturing | None = None
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False
@@ -110,9 +114,11 @@ class Exchange:
         await self._send_head(status, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def stream(self, data: bytes) -> None:
+        self._went(data)
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, last: bytes = b"") -> None:
+        self._went(last)
         await self.send({"type": "http.response.body", "body": last})
         self.ended = True
 
@@ -129,6 +135,15 @@ class Exchange:
             await self.respond(error.status, {**JSON, **error.headers}, body)
         elif self.streaming:
             await self.end((b"event: error\n" if self.named_errors else b"") + b"data: " + body + b"\n\n")
+
+    def withhold(self, texts: Mapping[Unit, str]) -> None:
+        """Texts of an answer that the client does not get."""
+        if self.capturing is not None:
+            self.capturing.withhold(texts)
+
+    def _went(self, data: bytes) -> None:
+        if self.capturing is not None:
+            self.capturing.went(data)
 
     async def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.record.status = status

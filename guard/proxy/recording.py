@@ -50,13 +50,14 @@ class Recorded:
         in_flight = services.metrics.in_flight.labels(self._route)
         services.under_way += 1
         in_flight.inc()
+        exchange = Exchange(scope, receive, send, record, policy.label)
         try:
-            await self._answer(Exchange(scope, receive, send, record, policy.label))
+            await self._answer(exchange)
         finally:
             record.total_s = time.perf_counter() - record.started_s
             in_flight.dec()
             services.metrics.count(record)
-            services.ledger.append(record.to_entry())
+            services.ledger.append(record.to_entry(), exchange.capturing)
             services.under_way -= 1
 
     async def _answer(self, exchange: Exchange) -> None:

@@ -3,13 +3,15 @@
 A line lies in the file of the last day on which it is kept, so that retention is deleting files. The ledger's entry has
 the SHA-256 of the line, and the line has a random salt: while the text is there an edit of it shows, and once it is
 deleted nobody can find it out from the ledger by guessing. Owns the line's form, the folder and its retention; what is
-captured, and what is taken out before, is decided elsewhere (``capture.py``, ``redaction.py``).
+captured, and what is taken out before, is decided elsewhere (``guard/proxy/capturing.py``, ``redaction.py``).
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -78,14 +80,34 @@ def digest(line: bytes) -> str:
     return hashlib.sha256(line.rstrip(b"\n")).hexdigest()
 
 
+def keep(folder: Path, captured: Captured) -> str:
+    """Write the text of one request; its line's digest. Raises ``OSError``."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    line = captured.to_line()
+    file = os.open(file_of(folder, captured.expires), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # Other processes write there too.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = os.fstat(file).st_size
+        data = line if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n" + line
+        while data:
+            data = data[os.write(file, data) :]
+    finally:
+        os.close(file)
+    return digest(line)
+
+
+def delete_expired(folder: Path, today: date) -> int:
+    """Delete the files whose last day is over; how many. Raises ``OSError``."""
+    days = ((file, _day_of(file)) for file in folder.glob("????-??-??.jsonl"))
+    over = [file for file, day in days if day is not None and day < today]
+    for file in over:
+        file.unlink(missing_ok=True)
+    return len(over)
+
+
 def file_of(folder: Path, expires: date) -> Path:
     return folder / f"{expires.isoformat()}.jsonl"
-
-
-def expired(folder: Path, today: date) -> list[Path]:
-    """Files whose last day is over."""
-    days = ((file, _day_of(file)) for file in folder.glob("????-??-??.jsonl"))
-    return [file for file, day in days if day is not None and day < today]
 
 
 def find_captured(folder: Path, request_id: str, expires: date, sha256: str) -> Captured | None:

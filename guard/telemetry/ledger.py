@@ -12,12 +12,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from guard.telemetry.chain import Secret
+from guard.telemetry.content import Captured, delete_expired, keep
 from guard.telemetry.ledger_file import Keeping, LedgerFile
+from guard.telemetry.ledger_files import content_folder
 
 log = logging.getLogger("guard.ledger")
 
@@ -28,6 +32,9 @@ ledger was closed. ``dropped``: too many waited."""
 MAX_QUEUED = 100_000
 RETRY_S = 1.0
 MAX_BATCH = 512
+MAX_CONTENT_BYTES = 64 * 1024 * 1024
+"""Most memory for texts that wait to be written; what is more is not kept."""
+
 LOG_EVERY_S = 60.0
 
 HOUSEKEEPING_S = 600.0
@@ -39,6 +46,17 @@ GATHER_S = 0.02
 
 class LedgerError(RuntimeError):
     """A ledger that cannot be opened at start."""
+
+
+class Content(Protocol):
+    """The text of one request, still in memory."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def captured(self) -> Captured:
+        """What is to be kept of it; called by the ledger's thread."""
+        ...
 
 
 class Ledger:
@@ -54,7 +72,10 @@ class Ledger:
     ) -> None:
         self.path = path
         self._on_result = on_result
-        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[bytes | _WithContent | None] = queue.Queue(MAX_QUEUED)
+        self._content = content_folder(path)
+        self._content_bytes = 0
+        self._content_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._file = LedgerFile(path, secret, keeping)
         self._closing = threading.Event()
@@ -72,16 +93,22 @@ class Ledger:
         self._thread.join()
         self._file.close()
 
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Queue one entry; never blocks, never raises."""
-        line = json.dumps(entry, separators=(",", ":")).encode()
+    def append(self, entry: Mapping[str, Any], content: Content | None = None) -> None:
+        """Queue one entry; never blocks, never raises. ``content``: its text, if that may be kept."""
+        waiting: bytes | _WithContent
+        if content is not None and self._room_for(size_bytes := content.size_bytes):
+            waiting = _WithContent(entry, content, size_bytes)
+        else:
+            waiting = _to_line(entry)
         try:
-            self._queue.put_nowait(line)
+            self._queue.put_nowait(waiting)
         except queue.Full:
+            if isinstance(waiting, _WithContent):
+                self._room_for(-waiting.size_bytes)
             self._report("dropped", 1, f"{MAX_QUEUED} entries wait to be written")
 
     def _run(self) -> None:
-        self._file.keep_house()
+        self._keep_house()
         house_s = time.monotonic()
         while True:
             lines, ends = self._batch()
@@ -90,7 +117,7 @@ class Ledger:
             if ends:
                 return
             if time.monotonic() - house_s >= HOUSEKEEPING_S:
-                self._file.keep_house()
+                self._keep_house()
                 house_s = time.monotonic()
 
     def _batch(self) -> tuple[list[bytes], bool]:
@@ -104,7 +131,7 @@ class Ledger:
         if line is not None:
             time.sleep(GATHER_S)
         while line is not None:
-            lines.append(line)
+            lines.append(self._kept(line) if isinstance(line, _WithContent) else line)
             if len(lines) == MAX_BATCH:
                 return lines, False
             try:
@@ -112,6 +139,36 @@ class Ledger:
             except queue.Empty:
                 return lines, False
         return lines, True
+
+    def _room_for(self, size_bytes: int) -> bool:
+        """Take this much of the memory for texts that wait, or give it back."""
+        with self._content_lock:
+            if size_bytes > 0 and self._content_bytes + size_bytes > MAX_CONTENT_BYTES:
+                log.error("a request's text is not kept: %d bytes of others wait already", self._content_bytes)
+                return False
+            self._content_bytes += size_bytes
+            return True
+
+    def _kept(self, one: _WithContent) -> bytes:
+        """The entry's line, once its text is written; without it when that fails."""
+        entry = dict(one.entry)
+        try:
+            captured = one.content.captured()
+            sha256 = keep(self._content, captured)
+            entry["captured"] = {"expires": captured.expires.isoformat(), "sha256": sha256}
+        except Exception as error:
+            # Whatever it is, it must not cost the entry; and its own words may quote the text.
+            log.error("a request's text could not be kept in %s: %s", self._content, type(error).__name__)
+        finally:
+            self._room_for(-one.size_bytes)
+        return _to_line(entry)
+
+    def _keep_house(self) -> None:
+        self._file.keep_house()
+        try:
+            delete_expired(self._content, datetime.now(UTC).date())
+        except OSError as error:
+            log.error("captured text in %s that is to be deleted is still there: %s", self._content, error.strerror)
 
     def _write(self, lines: list[bytes]) -> None:
         """Until they are all in the file; once the ledger is being closed, at most once more."""
@@ -141,6 +198,19 @@ class Ledger:
         if now_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = now_s
             log.error("ledger %s: %d entries %s: %s (said at most once a minute)", self.path, entries, result, why)
+
+
+@dataclass(frozen=True)
+class _WithContent:
+    """An entry that waits until its text is written."""
+
+    entry: Mapping[str, Any]
+    content: Content
+    size_bytes: int
+
+
+def _to_line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode()
 
 
 def check_writable(path: Path) -> None:

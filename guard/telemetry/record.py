@@ -168,6 +168,7 @@ class RequestRecord:
             "outcome": self.outcome,
             "error_code": self.error_code,
             "status": self.status,
+            "captured": None,
             "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
             "timings_ms": {
                 "total": _ms(self.total_s),
@@ -219,6 +220,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
+    "captured": "Of the text that the policy had kept, outside the ledger: expires, the last day on which it is, and "
+    "the SHA-256 of its line; null where none was.",
     "tokens": "Tokens of prompt and answer as far as known.",
     "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the "
     "decision; upstream_first_byte; upstream: until its answer ended.",
