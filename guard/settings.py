@@ -122,6 +122,10 @@ class Settings(BaseSettings):
     ledger_keep_days: Annotated[float, Field(gt=0)] | None = None
     """How long an older file is kept after its last line."""
 
+    otlp_endpoint: str | None = None
+    """Base URL of a collector that takes OTLP over HTTP, as ``http://collector:4318``; it gets a trace of each request
+    (``pip install 'mia-guard[otlp]'``). Without it there are none."""
+
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
     """Longest accepted request body."""
 
@@ -211,6 +215,13 @@ class Settings(BaseSettings):
             # Not shown: somebody may have put the key itself here.
             raise ValueError("each is a SHA-256 in hex, 64 digits: printf %s KEY | sha256sum")
         return hashes
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_a_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            TypeAdapter(AnyHttpUrl).validate_python(value)
+        return value
 
     @field_validator("ledger_key")
     @classmethod

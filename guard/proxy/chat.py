@@ -46,7 +46,7 @@ def answering(form: Form) -> Handler:
         exchange.need_method("POST")
         check_media_type(exchange.headers)
         raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
-        began_s = time.perf_counter()
+        began_s = record.began_s = time.perf_counter()
         request = await parsed(form, raw)
         record.model, record.streamed = request.model, request.streamed
         exchange.affinity = affinity_of(request.fields)
@@ -75,7 +75,7 @@ class _Asking:
 
     def _conversation(self) -> Conversation:
         request, exchange = self.request, self.exchange
-        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.headers)
+        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.context)
         return Conversation(request.said, request.roles, request.form.words, reader)
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:

@@ -73,7 +73,7 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     exchange.need_method("POST")
     check_media_type(exchange.headers)
     raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
-    began_s = time.perf_counter()
+    began_s = record.began_s = time.perf_counter()
     request = await parsed(embeddings_form, raw)
     record.model = request.model
     exchange.affinity = affinity_of(request.fields)

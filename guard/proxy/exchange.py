@@ -18,6 +18,7 @@ from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeErr
 from guard.proxy.judging import Unit
 from guard.proxy.keys import Caller
 from guard.telemetry.record import RequestRecord
+from guard.telemetry.tracing import Trace
 
 T = TypeVar("T")
 JSON = {"content-type": "application/json"}
@@ -31,7 +32,7 @@ class ClientGoneError(Exception):
 class Exchange:
     """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s. ``caller``: who asks,
     once that is known. ``affinity``: equal for requests whose prompts begin alike. ``capturing``: the texts, where the
-    policy lets them be kept."""
+    policy lets them be kept. ``trace``: its span, where there are traces."""
 
     scope: Scope
     receive: Receive
@@ -42,6 +43,7 @@ class Exchange:
     caller: Caller = field(default_factory=Caller)
     affinity: bytes = b""
     capturing: Capturing | None = None
+    trace: Trace | None = None
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False
@@ -52,6 +54,11 @@ class Exchange:
     @property
     def started(self) -> bool:
         return self.record.status is not None
+
+    @property
+    def context(self) -> Mapping[str, str]:
+        """Headers with the trace context for whoever is asked: of our span, or the client's own."""
+        return self.headers if self.trace is None else self.trace.headers
 
     def need_method(self, method: str) -> None:
         if self.scope["method"] != method:

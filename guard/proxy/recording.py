@@ -51,6 +51,7 @@ class Recorded:
         services.under_way += 1
         in_flight.inc()
         exchange = Exchange(scope, receive, send, record, policy.label)
+        exchange.trace = services.tracing.begin(record, scope["method"], exchange.headers)
         try:
             await self._answer(exchange)
         finally:
@@ -58,6 +59,7 @@ class Recorded:
             in_flight.dec()
             services.metrics.count(record)
             services.ledger.append(record.to_entry(), exchange.capturing)
+            services.tracing.end(exchange.trace, record)
             services.under_way -= 1
 
     async def _answer(self, exchange: Exchange) -> None:

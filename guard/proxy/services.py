@@ -6,6 +6,7 @@ Owns building and closing them. Holds nothing of any request but how many are un
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -24,11 +25,12 @@ from guard.proxy.wire import Texts
 from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
 from guard.proxy.wire_responses import responses_form
-from guard.settings import Settings
+from guard.settings import Settings, SettingsError
 from guard.telemetry.chain import Secret
 from guard.telemetry.ledger import Ledger
 from guard.telemetry.ledger_file import Keeping
 from guard.telemetry.metrics import Metrics
+from guard.telemetry.tracing import Tracing, TracingError
 
 FORMS = (chat_form, completions_form, responses_form, messages_form)
 EMBEDDINGS, MODELS, OTHER = "/v1/embeddings", "/v1/models", "other"
@@ -56,6 +58,7 @@ class Services:
         self.ledger = Ledger(
             settings.ledger, self.metrics.count_entries, secret=_secret(settings), keeping=_keeping(settings)
         )
+        self.tracing = _tracing(settings)
         self.upstream = Upstream(settings)
         self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.under_way = 0
@@ -68,7 +71,7 @@ class Services:
         watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys)]
         try:
             with self.ledger:
-                async with self.upstream, self.admission.running():
+                async with self.tracing.running(), self.upstream, self.admission.running():
                     yield
                     await self._drained()
         finally:
@@ -86,6 +89,8 @@ class Services:
         self, route: str, request: GuardedRequest[Texts], spec: str | None, exchange: Exchange, *, early: bool
     ) -> AbstractAsyncContextManager[asyncio.Task[Answer]]:
         """Send a request to whoever serves its model; as ``Upstream.ask``. ``spec``: what vLLM is asked to read."""
+        if exchange.record.sent_s is None:
+            exchange.record.sent_s = time.perf_counter()
         if self.providers.has(request.model):
             return self.providers.ask(route, request.fields)
         if not self.settings.upstream:
@@ -94,7 +99,7 @@ class Services:
             route,
             request.to_json(spec),
             exchange.record.request_id,
-            exchange.headers,
+            exchange.context,
             early=early,
             affinity=exchange.affinity,
         )
@@ -127,6 +132,13 @@ class Services:
 
 def _secret(settings: Settings) -> Secret | None:
     return None if settings.ledger_key is None else Secret.of(settings.ledger_key.get_secret_value())
+
+
+def _tracing(settings: Settings) -> Tracing:
+    try:
+        return Tracing(settings.otlp_endpoint)
+    except TracingError as error:
+        raise SettingsError(f"otlp_endpoint (GUARD_OTLP_ENDPOINT): {error}") from None
 
 
 def _keeping(settings: Settings) -> Keeping:

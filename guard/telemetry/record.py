@@ -76,7 +76,8 @@ class GateReport:
 @dataclass
 class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
-    a streamed answer, that went to the client."""
+    a streamed answer, that went to the client. When: ``began_s`` its body was read, ``sent_s`` it was first sent
+    upstream, ``decided_s`` there was a decision on the prompt."""
 
     route: str
     policy: str
@@ -103,6 +104,9 @@ class RequestRecord:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     frames: int = 0
+    began_s: float | None = None
+    sent_s: float | None = None
+    decided_s: float | None = None
     own_s: float = 0.0
     verdict_s: float | None = None
     upstream_first_byte_s: float | None = None
