@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from guard.telemetry.ledger_files import open_all, placed_backwards
+from guard.telemetry.ledger_files import lines_with, open_all, placed_backwards
 from guard.telemetry.ledger_reader import Entry, LedgerReadError, parsed
 
 FIELDS = ("action", "policy", "outcome", "route", "key", "tenant", "model", "error_code")
@@ -44,9 +44,9 @@ class Query:
 
     @property
     def bytes_needed(self) -> list[bytes]:
-        """What is somewhere in every line that fits."""
+        """What is somewhere in every line that fits, the longest first, which is likely the rarest."""
         texts = [*self.values.values(), *([self.rule] if self.rule is not None else []), *self.scores]
-        return [json.dumps(text).encode() for text in texts]
+        return sorted((json.dumps(text).encode() for text in texts), key=len, reverse=True)
 
 
 def matching(path: Path, query: Query) -> Iterator[Entry]:
@@ -60,7 +60,8 @@ def matching(path: Path, query: Query) -> Iterator[Entry]:
         for name, file in reversed(opened):
             if query.since is not None and name.stat().st_mtime < query.since.timestamp():
                 return
-            for _, line in placed_backwards(file):
+            lines = lines_with(file, needed[0]) if needed else (line for _, line in placed_backwards(file))
+            for line in lines:
                 if all(one in line for one in needed) and (entry := parsed(line)) is not None and query.fits(entry):
                     yield entry
     except OSError as error:

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from guard.telemetry.content import Captured, find_captured
-from guard.telemetry.ledger_files import BLOCK_BYTES, content_folder, ledger_files, lines_backwards, lines_forwards
+from guard.telemetry.ledger_files import (
+    BLOCK_BYTES,
+    content_folder,
+    ledger_files,
+    lines_backwards,
+    lines_forwards,
+    lines_with,
+    open_all,
+)
 
 Entry = dict[str, Any]
 """One request, by the fields of ``guard.telemetry.record.ENTRY_FIELDS`` and ``chain``."""
@@ -61,13 +69,21 @@ def recent(path: Path, count: int) -> list[Entry]:
 
 def find(path: Path, request_id: str) -> Entry | None:
     """The latest entry of a request; clients may use an id twice. Raises ``LedgerReadError``."""
-    wanted = json.dumps(request_id).encode()
     try:
-        for line in lines_backwards(path):
-            if wanted in line and (entry := parsed(line)) is not None and entry.get("request_id") == request_id:
-                return entry
+        opened = open_all(path)
     except OSError as error:
         raise _unreadable(path, error) from None
+    try:
+        for _, file in reversed(opened):
+            for line in lines_with(file, json.dumps(request_id).encode()):
+                entry = parsed(line)
+                if entry is not None and entry["request_id"] == request_id:
+                    return entry
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    finally:
+        for _, file in opened:
+            file.close()
     return None
 
 
