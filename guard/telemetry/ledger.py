@@ -76,6 +76,7 @@ class Ledger:
         self._content = content_folder(path)
         self._content_bytes = 0
         self._content_lock = threading.Lock()
+        self._keeps_texts = False
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._file = LedgerFile(path, secret, keeping)
         self._closing = threading.Event()
@@ -83,6 +84,7 @@ class Ledger:
 
     def __enter__(self) -> Self:
         _first_open(self._file)
+        self._keeps_texts = self._file.is_file
         self._thread.start()
         return self
 
@@ -94,9 +96,10 @@ class Ledger:
         self._file.close()
 
     def append(self, entry: Mapping[str, Any], content: Content | None = None) -> None:
-        """Queue one entry; never blocks, never raises. ``content``: its text, if that may be kept."""
+        """Queue one entry; never blocks, never raises. ``content``: its text, if that may be kept; there
+        is nowhere to keep it beside a ledger that is no file."""
         waiting: bytes | _WithContent
-        if content is not None and self._room_for(size_bytes := content.size_bytes):
+        if content is not None and self._keeps_texts and self._room_for(size_bytes := content.size_bytes):
             waiting = _WithContent(entry, content, size_bytes)
         else:
             waiting = _to_line(entry)

@@ -221,7 +221,7 @@ class _Run:
             self._problem(
                 number,
                 f"entry {link.n}: the head file was gone by then; entries cut off before it do not show",
-                link.n,
+                link.n - 1,
             )
         if (anchor := self._anchors.pop(link.n, None)) is not None and anchor.hash != link.hash:
             self._problem(number, f"entry {link.n} has another hash than was noted", link.n)

@@ -61,7 +61,7 @@ class LedgerFile:
         """Create what is missing. Raises ``OSError``."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
-        if self._lock is None and self._regular:
+        if self._lock is None and self.is_file:
             self._lock = os.open(head_path(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class LedgerFile:
         """How many of these JSON objects are whole in the file, and why not all."""
         try:
             self.open()
-            if self._regular:
+            if self.is_file:
                 with self._locked():
                     whole, error = self._append_to_file(self._rotated(self._found()), entries)
             else:
@@ -92,7 +92,7 @@ class LedgerFile:
         """Rotate and delete what is due, when nothing is written for a long time too."""
         try:
             self.open()
-            if self._regular:
+            if self.is_file:
                 with self._locked():
                     self._delete_old(self._rotated(self._found()))
         except OSError as error:
@@ -100,7 +100,8 @@ class LedgerFile:
             log.error("ledger %s: old files could not be looked after: %s", self.path, error.strerror)
 
     @property
-    def _regular(self) -> bool:
+    def is_file(self) -> bool:
+        """Whether it is a file, and no pipe or device. It must be open."""
         return stat.S_ISREG(os.fstat(self._fd).st_mode)
 
     @property
@@ -154,6 +155,8 @@ class LedgerFile:
             oldest = first_entry_of(self.path, older[0]) if older else first
             # Without any entry there was no chain before this one, and nothing that could be lost.
             head = Head(n, hash_, end, state.st_ino, first, time.time(), oldest, lost=n > 0)
+            if head.lost:
+                log.warning("ledger %s: its head is gone, or has another key; the next entry says so", self.path)
         # Before any entry: on a disk that is full now, one would be in the file without a head.
         os.pwrite(self._head_fd, head.to_bytes(self._secret), 0)
         return head

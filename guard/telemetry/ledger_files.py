@@ -10,7 +10,6 @@ Owns the names, and reading lines from either end. Never writes.
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 BLOCK_BYTES = 1 << 16
+SEARCHED_BYTES = 1 << 20
 
 
 def head_path(ledger: Path) -> Path:
@@ -104,14 +104,23 @@ def lines_backwards(ledger: Path) -> Iterator[bytes]:
 def lines_with(file: BinaryIO, text: bytes) -> Iterator[bytes]:
     """Lines of a file that have ``text`` in them, from the end, each without its end. Those that have not cost nearly
     nothing. ``text``: not empty, without a line end."""
-    if not os.fstat(file.fileno()).st_size:
-        return
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = len(data)
-        while (found := data.rfind(text, 0, end)) >= 0:
-            start = data.rfind(b"\n", 0, found) + 1
-            stop = data.find(b"\n", found)
-            yield data[start : stop if stop >= 0 else len(data)]
+    # Not mapped into memory: a file that somebody cuts off meanwhile would end the process.
+    at, tail = file.seek(0, os.SEEK_END), b""
+    while at:
+        length = min(SEARCHED_BYTES, at)
+        at -= length
+        file.seek(at)
+        block = file.read(length) + tail
+        cut = block.find(b"\n") + 1 if at else 0
+        if at and not cut:
+            tail = block
+            continue
+        # The line that begins before this block is looked at with it.
+        tail, block = block[:cut], block[cut:]
+        end = len(block)
+        while (found := block.rfind(text, 0, end)) >= 0:
+            start, stop = block.rfind(b"\n", 0, found) + 1, block.find(b"\n", found)
+            yield block[start : stop if stop >= 0 else len(block)]
             end = start
 
 

@@ -196,7 +196,17 @@ def test_a_head_that_is_gone_is_told_and_so_is_that_it_was(tmp_path: Path) -> No
     assert "ledger.jsonl.head: is gone" in found(path)
     write(path, range(3, 5))
     assert "entry 4: the head file was gone by then" in found(path)
-    assert check(path, since=5).problems == []
+    assert check(path, since=4).problems == []
+
+
+def test_a_key_that_comes_later_counts_from_then_on(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, range(3))
+    write(path, range(3, 6), SECRET)
+    assert "entry 1 is not keyed" in found(path, SECRET)
+    assert check(path, SECRET, since=4).problems == []
+    path.write_bytes(path.read_bytes().replace(b'"number":4', b'"number":9'))
+    assert [one.entry for one in check(path, SECRET, since=4).problems] == [5]
 
 
 def test_without_a_secret_whoever_can_write_can_forge_and_with_one_not(tmp_path: Path) -> None:

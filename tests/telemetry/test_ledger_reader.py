@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from guard.telemetry.content import AnswerText, Captured, PromptText, digest, file_of
@@ -73,6 +73,22 @@ def test_lines_from_the_end_are_the_lines_from_the_beginning(lines: list[bytes],
         ledger_files.BLOCK_BYTES = before
     assert [line for _, line in reversed(found)] == [*lines, *([half] if half else [])]
     assert all((data + half + b"\n")[at : at + len(line) + 1] == line + b"\n" for at, line in found)
+
+
+@given(st.lists(st.binary(max_size=9).map(lambda one: one.replace(b"\n", b""))), st.binary(min_size=1, max_size=2))
+def test_lines_with_a_text_are_found_wherever_blocks_are_cut(lines: list[bytes], text: bytes) -> None:
+    import io
+
+    from guard.telemetry import ledger_files
+
+    assume(b"\n" not in text)
+    before = ledger_files.SEARCHED_BYTES
+    try:
+        ledger_files.SEARCHED_BYTES = 5
+        found = list(ledger_files.lines_with(io.BytesIO(b"\n".join(lines)), text))
+    finally:
+        ledger_files.SEARCHED_BYTES = before
+    assert found == [line for line in reversed(lines) if text in line]
 
 
 def kept(request_id: str, text: str) -> Captured:
