@@ -68,7 +68,10 @@ def recent(path: Path, count: int) -> list[Entry]:
 
 
 def find(path: Path, request_id: str) -> Entry | None:
-    """The latest entry of a request; clients may use an id twice. Raises ``LedgerReadError``."""
+    """The latest entry of a request, by its own id or by the client's, which several may have.
+
+    Raises ``LedgerReadError``.
+    """
     try:
         opened = open_all(path)
     except OSError as error:
@@ -77,7 +80,7 @@ def find(path: Path, request_id: str) -> Entry | None:
         for _, file in reversed(opened):
             for line in lines_with(file, json.dumps(request_id).encode()):
                 entry = parsed(line)
-                if entry is not None and entry["request_id"] == request_id:
+                if entry is not None and request_id in (entry["request_id"], entry.get("client_request_id")):
                     return entry
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -94,14 +97,14 @@ def captured(path: Path, request_id: str) -> Captured | None:
     """
     entry = find(path, request_id)
     kept = entry.get("captured") if entry is not None else None
-    if not isinstance(kept, dict):
+    if entry is None or not isinstance(kept, dict):
         return None
     try:
         expires, sha256 = date.fromisoformat(str(kept["expires"])), str(kept["sha256"])
     except (LookupError, ValueError):
         return None
     try:
-        return find_captured(content_folder(path), request_id, expires, sha256)
+        return find_captured(content_folder(path), str(entry["request_id"]), expires, sha256)
     except OSError as error:
         raise _unreadable(content_folder(path), error) from None
 

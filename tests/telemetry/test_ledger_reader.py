@@ -49,6 +49,10 @@ def test_a_request_is_found_in_rotated_files_and_of_two_the_later_one(ledger: Pa
     assert (found := find(ledger, "r-2")) is not None
     assert found["again"]
     assert find(ledger, "r-99") is None
+    with ledger.open("a") as file:
+        file.write(entry(99, client_request_id="the client's"))
+    assert (found := find(ledger, "the client's")) is not None
+    assert found["number"] == 99
     assert find(ledger, 'r-2","x') is None
 
 
