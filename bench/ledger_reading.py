@@ -63,9 +63,8 @@ def main(count: int) -> None:
         print(f"commit {commit()}, python {platform.python_version()}, {os.cpu_count()} CPUs, load before {load:.1f}")
         took_s = write(path, count)
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
-        print(
-            f"{count} entries, {size} bytes; append: {took_s / count * 1e6:.1f} us of CPU an entry, in batches of {BATCH}"
-        )
+        each_us = took_s / count * 1e6
+        print(f"{count} entries, {size} bytes; append: {each_us:.1f} us of CPU an entry, in batches of {BATCH}")
         timed: dict[str, Callable[[], object]] = {
             "recent 100": lambda: recent(path, 100),
             "find the oldest request": lambda: find(path, f"{0:032x}"),

@@ -168,8 +168,8 @@ async def test_what_is_over_is_deleted_when_the_proxy_starts(start_proxy: StartP
         ("{}", "keeps nothing"),
         ("{prompt: true, patterns: {a: '('}}", "a is no regular expression"),
         ("{prompt: true, patterns: {a: 'x*'}}", "a matches nothing at all"),
-        ("{prompt: true, redact: [names]}", "Input should be"),
-        ("{prompt: true, retention_days: 0}", "greater than or equal to 1"),
+        ("{prompt: true, redact: [names]}", "must be 'secrets', 'emails' or 'cards'"),
+        ("{prompt: true, retention_days: 0}", "must be at least 1"),
     ],
 )
 def test_a_capture_that_makes_no_sense_is_refused_with_its_place(tmp_path: Path, capture: str, message: str) -> None:
