@@ -98,6 +98,12 @@ The file is YAML with these names in lower case without `GUARD_`. Every setting 
 """
 
 
+LEDGER = """
+One JSON object a line, for every request. The last field of a line, `chain`, is its place in the
+[chain](ledger.md#the-chain).
+"""
+
+
 def reference() -> str:
     """The whole page."""
     return _head() + "".join(
@@ -115,7 +121,7 @@ def reference() -> str:
                 ("environment variable", "default", "meaning"),
                 list(_settings()),
             ),
-            ("Ledger", "\nOne JSON object a line, for every request.\n", ("field", "meaning"), list(_ledger())),
+            ("Ledger", LEDGER, ("field", "meaning"), list(_ledger())),
         )
     )
 

@@ -53,6 +53,8 @@ async def _whole(
     judge.add(frame)
     ruling = await judge.check(whole.readouts(), complete=True)
     exchange.record.answer = judge.answered(attempts)
+    if ruling.decision.action in ("retry", "route", "block"):
+        exchange.withhold(judge.texts)
     if ruling.decision.action in ("retry", "route"):
         return ruling.decision
     if ruling.decision.action == "block":
@@ -111,6 +113,7 @@ class _Stream:
             ruling = await self.judge.check(self.answer.readouts(), complete=True)
             self.exchange.record.answer = self.judge.answered(self.attempts)
             if ruling.decision.action in ("retry", "route"):
+                self.exchange.withhold(self.judge.texts)
                 return ruling.decision
             if ruling.decision.action == "block":
                 await self._block(ruling.decision)
@@ -151,6 +154,7 @@ class _Stream:
 
     async def _block(self, decision: Decision) -> None:
         exchange, record = self.exchange, self.exchange.record
+        exchange.withhold(self.judge.texts)
         record.answer = self.judge.answered(self.attempts)
         record.completion_tokens = self.released_tokens
         if not exchange.started:

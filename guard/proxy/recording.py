@@ -49,16 +49,18 @@ class Recorded:
             self._route, policy.name, policy.hash, client_request_id=client_request_id(Headers(scope=scope))
         )
         in_flight = services.metrics.in_flight.labels(self._route)
-        exchange = Exchange(scope, receive, send, record, policy.label)
         services.under_way += 1
         in_flight.inc()
+        exchange = Exchange(scope, receive, send, record, policy.label)
+        exchange.trace = services.tracing.begin(record, scope["method"], exchange.headers)
         try:
             await answer(exchange, self._admitted(exchange))
         finally:
             record.total_s = time.perf_counter() - record.started_s
             in_flight.dec()
             services.metrics.count(record)
-            services.ledger.append(record.to_entry())
+            services.ledger.append(record.to_entry(), exchange.capturing)
+            services.tracing.end(exchange.trace, record)
             if self._route in GUARDED:
                 services.recent.add(record, exchange.judges)
             services.under_way -= 1

@@ -85,7 +85,9 @@ class Moment:
 @dataclass
 class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
-    a streamed answer, that went to the client. ``course``: how a stream's scores went; not in the ledger."""
+    a streamed answer, that went to the client. ``course``: how a stream's scores went; not in the ledger. When:
+    ``began_s`` its body was read, ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the
+    prompt."""
 
     route: str
     policy: str
@@ -113,6 +115,9 @@ class RequestRecord:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     frames: int = 0
+    began_s: float | None = None
+    sent_s: float | None = None
+    decided_s: float | None = None
     own_s: float = 0.0
     verdict_s: float | None = None
     upstream_first_byte_s: float | None = None
@@ -178,6 +183,7 @@ class RequestRecord:
             "outcome": self.outcome,
             "error_code": self.error_code,
             "status": self.status,
+            "captured": None,
             "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
             "timings_ms": {
                 "total": _ms(self.total_s),
@@ -229,6 +235,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
+    "captured": "Of the text that the policy had kept, outside the ledger: expires, the last day on which it is, and "
+    "the SHA-256 of its line; null where none was.",
     "tokens": "Tokens of prompt and answer as far as known.",
     "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the "
     "decision; upstream_first_byte; upstream: until its answer ended.",
