@@ -133,7 +133,7 @@ def _session_routes(sessions: Sessions) -> APIRouter:
 
 
 def _api(services: Services, sessions: Sessions) -> APIRouter:
-    contents = Contents()
+    contents = Contents(services.settings.ledger)
     playground = Playground(services, contents)
 
     def admin(request: Request) -> None:
@@ -174,14 +174,17 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
     @router.get("/requests/{number}")
     async def request(number: int) -> JSONResponse:
         finished = finished_at(number)
-        content = contents.get(number)
+        content = await contents.find(finished)
         return _json({**views.whole(finished), "content": _content(content) if content is not None else None})
 
     @router.post("/requests/{number}/inspection")
     async def inspection(request: Request, number: int) -> JSONResponse:
-        finished, content = finished_at(number), contents.get(number)
-        if content is None or finished.judges is None:
-            raise NotFoundError("the text of this request was not captured: its policy does not allow it")
+        finished = finished_at(number)
+        content = await contents.find(finished)
+        if content is None or not content.has_prompt or finished.judges is None:
+            raise NotFoundError("the prompt of this request is not kept: its policy does not allow it, or it is gone")
+        if finished.record.route != chat_form.route:
+            raise InvalidRequestError(f"only requests of {chat_form.route} can be looked into")
         return _json(await inspect(services, finished.judges.live, content, finished.record.request_id))
 
     @router.get("/playground")
@@ -229,7 +232,11 @@ def _policy(policy: BoundPolicy) -> dict[str, Any]:
 
 def _content(content: Content) -> dict[str, Any]:
     messages = content.fields.get("messages")
-    return {"messages": messages if isinstance(messages, list) else [], "answer": content.answer}
+    return {
+        "messages": messages if isinstance(messages, list) else [],
+        "answer": content.answer,
+        "notes": content.notes,
+    }
 
 
 async def _body_of(request: Request) -> bytes:

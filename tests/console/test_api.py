@@ -12,7 +12,7 @@ import pytest
 from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER
 from tests.console.conftest import Console, StartConsole
-from tests.proxy.conftest import BLOCKED, FLAGGED, STEERED
+from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 
@@ -232,6 +232,34 @@ async def test_nobody_looks_inside_a_request_whose_text_was_not_captured(console
     assert (status, body["error"]["code"]) == (404, "not_found")
     assert "does not allow" in body["error"]["message"]
     assert console.engine.looks == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_that_a_policy_has_kept_is_shown_as_it_was_kept_and_can_be_looked_into(
+    start_console: StartConsole, stream: bool
+) -> None:
+    policy = POLICY + "capture: {prompt: true, answer: true, patterns: {colour: blue}}\n"
+    async with running(FakeEngine()) as engine, start_console(engine, policy) as console:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "I like blue"}]
+        await console.chat(messages=messages, stream=stream)
+        (entry,) = await console.entries(1)
+        assert entry["captured"] is not None
+        _, page = await console.ask("GET", "/requests/1")
+        assert page["content"]["messages"] == [messages[0], {"role": "user", "content": "I like [colour]"}]
+        assert page["content"]["answer"] == "The answer is 42."
+        assert any("colour 1" in note for note in page["content"]["notes"])
+        status, seen = await console.ask("POST", "/requests/1/inspection", {})
+        assert status == 200
+        assert "".join(seen["tokens"]).endswith("I like [colour]The answer is 42.")
+
+
+async def test_of_an_answer_alone_there_is_nothing_to_look_into(start_console: StartConsole) -> None:
+    async with running(FakeEngine()) as engine, start_console(engine, POLICY + "capture: {answer: true}\n") as console:
+        await console.chat()
+        await console.entries(1)
+        _, page = await console.ask("GET", "/requests/1")
+        assert (page["content"]["messages"], page["content"]["answer"]) == ([], "The answer is 42.")
+        assert (await console.ask("POST", "/requests/1/inspection", {}))[0] == 404
 
 
 async def test_the_calibration_page_has_every_detector_once_with_what_it_scores_now(console: Console) -> None:

@@ -138,18 +138,18 @@ const CHANGED = {
 /** Returns what the key for a closer look does. */
 function drawText(section, request) {
   if (request.content === null) {
-    show(section, h("h2", {}, "Text"), h("p", { class: "soft" }, "Not captured: the policy keeps no text of this request."));
+    show(section, h("h2", {}, "Text"), h("p", { class: "soft" }, "Not kept: the policy that judged this request does not have its text captured."));
     return () => {};
   }
-  const { messages, answer } = request.content;
+  const { messages, answer, notes } = request.content;
   const status = h("span", { class: "soft", role: "status" });
   const button = h("button", { type: "button", on: { click: look } }, "Look inside");
   const place = h("div", {}, conversation(messages, answer));
-  show(section, h("div", { class: "line" }, h("h2", {}, "Text"), button, status), place);
+  show(section, h("div", { class: "line" }, h("h2", {}, "Text"), messages.length > 0 && button, status), notes.length > 0 && h("p", { class: "soft notes" }, notes.join("; ")), place);
   let asked = false;
 
   async function look() {
-    if (asked) return;
+    if (asked || messages.length === 0) return;
     asked = true;
     button.disabled = true;
     show(status, "the model reads it once more …");
