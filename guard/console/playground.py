@@ -86,11 +86,12 @@ class Playground:
         sent = _Sent()
         scope = {"type": "http", "method": "POST", "path": chat_form.route, "headers": []}
         exchange = Exchange(scope, _never, sent.send, record, policy.label, caller=caller)
-        exchange.judges = judges(policy, None)
+        exchange.judges = both = judges(policy, None)
 
         async def work() -> None:
             async with services.admission.room(caller, lambda: record.tokens):
-                await guarded(services, exchange, request, judges(policy, None), time.perf_counter())
+                record.began_s = time.perf_counter()
+                await guarded(services, exchange, request, both, record.began_s)
 
         services.under_way += 1
         try:
