@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from detectors.base import CapturePlan, Passage, Score, SpanTokens
+from detectors.base import CapturePlan, Passage, Score, SpanTokens, TokenValues
 from detectors.model_config import ModelConfig, Section, load_model_config
 from guard.mia.results import AttentionReadout, AttentionRowsReadout, FloatArray, Readout
-from guard.mia.spec import AttentionCapture, FirstGenerated
+from guard.mia.spec import AttentionCapture, FirstGenerated, TokenRanges
 
 CAPTURE, ANSWER = "focus", "answer"
 INSTRUCTION, DATA = "instruction", "data"
@@ -85,6 +85,7 @@ def focus_scores(instruction: F, data: F) -> F:
 
 class AttentionTracker:
     kind = "attention_tracker"
+    looks_back = True
 
     def __init__(self, config: AttentionTrackerConfig) -> None:
         self.config = config
@@ -105,6 +106,19 @@ class AttentionTracker:
                 heads=self.heads, spans=spans, positions=FirstGenerated(generated=first)
             )
         return CapturePlan(attention=attention, spans=DEFAULT_SPANS)
+
+    def token_plan(self, tokens: TokenRanges) -> CapturePlan:
+        return CapturePlan(attention={CAPTURE: AttentionCapture(heads=self.heads, weights=True, positions=tokens)})
+
+    def token_values(self, readouts: Mapping[str, Readout]) -> TokenValues | Score:
+        """The attention of the tokens that were read, as the mean over them and the important heads."""
+        readout = readouts.get(CAPTURE)
+        if not isinstance(readout, AttentionReadout):
+            return Score("unavailable", reason=f"no attention readout {CAPTURE!r} came back")
+        if readout.status != "complete" or readout.weights is None:
+            return Score("unavailable", reason=readout.reason or f"attention readout is {readout.status}")
+        mean = readout.weights.astype(np.float64).mean(axis=0)
+        return TokenValues(tuple(mean.tolist()), tuple(range(len(mean))))
 
     def score_spans(self, readouts: Mapping[str, Readout], span_tokens: SpanTokens) -> Score:
         """As ``score``; windows need to know which tokens are the data."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
 
 from guard.mia.results import FloatArray, Readout
-from guard.mia.spec import AttentionCapture, HiddenCapture, Positions, ProbeCapture
+from guard.mia.spec import AttentionCapture, HiddenCapture, Positions, ProbeCapture, TokenRanges
 
 ScoreStatus = Literal["scored", "unavailable", "not_applicable"]
 
@@ -115,6 +115,31 @@ class SpanDetector(Detector, Protocol):
 
     def score_spans(self, readouts: Mapping[str, Readout], span_tokens: SpanTokens) -> Score:
         """As ``score``."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """``values``: one for each of ``positions``, 0 to 1."""
+
+    values: tuple[float, ...]
+    positions: tuple[int, ...]
+
+
+@runtime_checkable
+class TokenReader(Protocol):
+    """A detector that also shows what it goes by token for token, to people who look at one request."""
+
+    looks_back: bool
+    """False: a value for each token that is read. True: for each token up to those that are read, how much they attend
+    to it."""
+
+    def token_plan(self, tokens: TokenRanges) -> CapturePlan:
+        """What to capture, reading at ``tokens``. It has no spans."""
+        ...
+
+    def token_values(self, readouts: Mapping[str, Readout]) -> TokenValues | Score:
+        """From readouts keyed as in the plan; a ``Score`` that says why where there are none."""
         ...
 
 

@@ -21,11 +21,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from detectors.base import CapturePlan, Score
+from detectors.base import CapturePlan, Score, TokenValues
 from detectors.linear import LinearReader, WeightsFile, check_shapes, load_tensors, sigmoid
 from detectors.model_config import ModelConfig, ModelConfigError, ModelInfo, Section, load_model_config
 from guard.mia.results import FloatArray, Readout
-from guard.mia.spec import Layer
+from guard.mia.spec import Layer, TokenRanges
 
 WEIGHT, BIAS, MEAN, SCALE = "weight", "bias", "mean", "scale"
 INDICES, BASELINES = "node_indices", "node_baselines"
@@ -100,6 +100,7 @@ class HNodeWeights:
 
 class HNode:
     kind = "h_node"
+    looks_back = False
 
     def __init__(self, config: HNodeConfig, weights: HNodeWeights) -> None:
         self.config = config
@@ -127,6 +128,13 @@ class HNode:
 
     def plan(self) -> CapturePlan:
         return self.reader.plan()
+
+    def token_plan(self, tokens: TokenRanges) -> CapturePlan:
+        return self.reader.at(tokens).plan()
+
+    def token_values(self, readouts: Mapping[str, Readout]) -> TokenValues | Score:
+        """The probability at each token. It was fitted where the detector reads; elsewhere it is a hint."""
+        return self.reader.probabilities(readouts)
 
     def score(self, readouts: Mapping[str, Readout]) -> Score:
         read = self.reader.read(readouts)

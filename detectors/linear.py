@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from detectors.base import CapturePlan, EngineProbe, Score
+from detectors.base import CapturePlan, EngineProbe, Score, TokenValues
 from detectors.model_config import ModelConfigError, Section
 from guard.mia.results import FloatArray, HiddenReadout, ProbeReadout, Readout, RowsReadout
 from guard.mia.spec import HiddenCapture, Layer, Positions
@@ -81,6 +81,17 @@ class LinearReader:
             for i, layer in enumerate(self.layers)
         }
         return CapturePlan(probes=probes, spans=spans or {})
+
+    def at(self, positions: Positions) -> LinearReader:
+        """The same, read elsewhere."""
+        return replace(self, positions=positions)
+
+    def probabilities(self, readouts: Mapping[str, Readout]) -> TokenValues | Score:
+        """Of the first output, at every token that was read."""
+        read = self.read(readouts)
+        return (
+            read if isinstance(read, Score) else TokenValues(tuple(sigmoid(read.logits[:, 0]).tolist()), read.positions)
+        )
 
     def read(self, readouts: Mapping[str, Readout]) -> TokenLogits | Score:
         """The logits of every token that was read; a ``Score`` that says why where there are none."""

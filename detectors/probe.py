@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from detectors.base import CapturePlan, Score
+from detectors.base import CapturePlan, Score, TokenValues
 from detectors.linear import BIAS, WEIGHT, LinearParams, LinearReader, load_linear, sigmoid
 from detectors.model_config import ModelConfig, load_model_config
 from guard.mia.results import FloatArray, Readout
-from guard.mia.spec import Positions, SpanPositions
+from guard.mia.spec import Positions, SpanPositions, TokenRanges
 
 __all__ = ["BIAS", "DATA", "DEFAULT_SPANS", "WEIGHT", "Params", "Probe", "ProbeConfig", "sigmoid"]
 
@@ -40,6 +40,7 @@ class ProbeConfig(ModelConfig):
 
 class Probe:
     kind = "probe"
+    looks_back = False
 
     def __init__(self, config: ProbeConfig, weight: FloatArray, bias: float) -> None:
         """weight: ``[layers x hidden_size]``."""
@@ -65,6 +66,13 @@ class Probe:
 
     def plan(self) -> CapturePlan:
         return self.reader.plan(DEFAULT_SPANS if self.pooled else None)
+
+    def token_plan(self, tokens: TokenRanges) -> CapturePlan:
+        return self.reader.at(tokens).plan()
+
+    def token_values(self, readouts: Mapping[str, Readout]) -> TokenValues | Score:
+        """The probability at each token. It was fitted where the detector reads; elsewhere it is a hint."""
+        return self.reader.probabilities(readouts)
 
     def score(self, readouts: Mapping[str, Readout]) -> Score:
         read = self.reader.read(readouts)

@@ -27,6 +27,7 @@ from guard.help_texts import (
     TAPS_END,
 )
 from guard.keys_cli import keys_app
+from guard.ledger_cli import ledger_app
 from guard.policy_cli import policy_app
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ model_app = typer.Typer(help="Models by short name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(policy_app, name="policy")
 app.add_typer(keys_app, name="keys")
+app.add_typer(ledger_app, name="ledger")
 app.add_typer(data_app, name="data")
 app.command(epilog=CALIBRATE_END)(calibrate)
 app.command("eval", epilog=EVAL_END)(evaluate)

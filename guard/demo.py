@@ -23,6 +23,7 @@ from guard.demo_requests import REQUESTS, DemoRequest
 from guard.models import DEFAULT_MODEL
 from guard.paths import state_folder
 from guard.serve import Pair, ServeOptions, run_until_signal, running_pair
+from guard.telemetry.ledger_reader import find
 from guard.terminal import console, say
 
 LEDGER_PATIENCE_S = 5.0
@@ -150,19 +151,9 @@ def _deltas(body: bytes) -> Iterable[str]:
 async def _ledger_entry(ledger: Path, request_id: str) -> dict[str, Any]:
     """The request's line. It is written just after the answer, so wait for it a little."""
     async with asyncio.timeout(LEDGER_PATIENCE_S):
-        while True:
-            for line in whole_lines(ledger):
-                entry: dict[str, Any] = json.loads(line)
-                if entry["request_id"] == request_id:
-                    return entry
+        while (entry := find(ledger, request_id)) is None:
             await asyncio.sleep(0.02)
-
-
-def whole_lines(ledger: Path) -> list[str]:
-    """Whole lines only: the last one may be half written."""
-    with contextlib.suppress(FileNotFoundError):
-        return [line for line in ledger.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    return []
+    return entry
 
 
 def _shorten(text: str, width: int = 300) -> str:

@@ -97,7 +97,8 @@ def explain(
     from guard.policy.compiled import compile_rules
     from guard.policy.explain import explain, explain_record
     from guard.policy.loading import digests
-    from guard.policy.recorded import LedgerReadError, find_request
+    from guard.policy.recorded import find_request
+    from guard.telemetry.ledger_reader import LedgerReadError
 
     loaded = _load(policy)
     rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model)))
@@ -156,8 +157,9 @@ def replay(
 ) -> None:
     """Decide the ledger's requests again with another policy, on the recorded scores, and show what changes."""
     from guard.policy.compiled import compile_rules
-    from guard.policy.recorded import LedgerReadError, read_ledger
+    from guard.policy.recorded import read_ledger
     from guard.policy.replay import replay, summary
+    from guard.telemetry.ledger_reader import LedgerReadError
 
     loaded = _load(policy)
     rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model)))

@@ -1,4 +1,4 @@
-"""One proxy process: its server, and the admin API's beside it.
+"""One proxy process: its server, and beside it the one of the admin API and the console.
 
 Owns what is refused before anything is served, and in which order the two start and stop.
 """
@@ -10,7 +10,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 
-from guard.proxy.admin import admin_app
+from guard.console.app import operators_app
 from guard.proxy.app import application
 from guard.proxy.services import Services
 from guard.proxy_server import Stopping, Tls, check_tls, listening_socket, serving
@@ -38,7 +38,7 @@ async def proxy_running(services: Services, listener: socket.socket) -> AsyncIte
     async with contextlib.AsyncExitStack() as stack:
         if settings.admin_port is not None:
             admin = stack.enter_context(listening_socket(settings.admin_host, settings.admin_port))
-            await stack.enter_async_context(serving(admin_app(services), admin, tls=_tls(settings)))
+            await stack.enter_async_context(serving(operators_app(services), admin, tls=_tls(settings)))
         yield await stack.enter_async_context(
             serving(application(services), listener, stopping=stopping, tls=_tls(settings))
         )

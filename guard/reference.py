@@ -78,6 +78,7 @@ On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a 
 | `GET /admin/v1/keys` | each key's id, tenant, policy, limits, requests, tokens and when it was last used; no hash |
 | `POST /admin/v1/keys/reload` | reads the file now; `result` is `success` or `failure` |
 | `GET /admin/v1/upstreams` | each vLLM: address, whether it is healthy, requests that it has from here |
+| `GET /console/` | the [console](console.md), a page for people; its data under `/console/api` |
 
 ## Response headers
 | header | meaning |
@@ -98,6 +99,12 @@ The file is YAML with these names in lower case without `GUARD_`. Every setting 
 """
 
 
+LEDGER = """
+One JSON object a line, for every request. The last field of a line, `chain`, is its place in the
+[chain](ledger.md#the-chain).
+"""
+
+
 def reference() -> str:
     """The whole page."""
     return _head() + "".join(
@@ -115,7 +122,7 @@ def reference() -> str:
                 ("environment variable", "default", "meaning"),
                 list(_settings()),
             ),
-            ("Ledger", "\nOne JSON object a line, for every request.\n", ("field", "meaning"), list(_ledger())),
+            ("Ledger", LEDGER, ("field", "meaning"), list(_ledger())),
         )
     )
 

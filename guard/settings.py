@@ -35,6 +35,7 @@ from guard.paths import state_folder
 from guard.policy.yaml_file import PolicyError, message_at, plain_data, read_mapping
 
 PREFIX = "GUARD_"
+MIN_LEDGER_KEY = 16
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -106,7 +107,28 @@ class Settings(BaseSettings):
     it each process counts for itself."""
 
     ledger: Annotated[Path, Field(default_factory=lambda: state_folder() / "ledger.jsonl")]
-    """File that gets one JSON line for each request."""
+    """File that gets one JSON line for each request; several processes may share it. Beside it lie its older files, its
+    head and captured text."""
+
+    ledger_key: SecretStr | None = None
+    """Secret, of at least 16 characters, that keys the hashes of the ledger's chain: who does not have it can add or
+    change nothing unseen. Where it is given, nothing that was written without it counts as the guard's."""
+
+    ledger_max_bytes: Annotated[int, Field(ge=4096)] = 256 * 1024 * 1024
+    """From which size on the ledger goes on in a new file."""
+
+    ledger_max_hours: Annotated[float, Field(gt=0)] | None = None
+    """After how long it does, however small it is. Without it size alone counts."""
+
+    ledger_keep_files: Annotated[int, Field(ge=0)] | None = None
+    """How many of its older files are kept. Without it, and without ``ledger_keep_days``, all are."""
+
+    ledger_keep_days: Annotated[float, Field(gt=0)] | None = None
+    """How long an older file is kept after its last line."""
+
+    otlp_endpoint: str | None = None
+    """Base URL of a collector that takes OTLP over HTTP, as ``http://collector:4318``; it gets a trace of each request
+    (``pip install 'mia-guard[otlp]'``). Without it there are none."""
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
     """Longest accepted request body."""
@@ -197,6 +219,20 @@ class Settings(BaseSettings):
             # Not shown: somebody may have put the key itself here.
             raise ValueError("each is a SHA-256 in hex, 64 digits: printf %s KEY | sha256sum")
         return hashes
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_a_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            TypeAdapter(AnyHttpUrl).validate_python(value)
+        return value
+
+    @field_validator("ledger_key")
+    @classmethod
+    def _is_long(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and len(value.get_secret_value()) < MIN_LEDGER_KEY:
+            raise ValueError(f"is shorter than {MIN_LEDGER_KEY} characters, which can be guessed: openssl rand -hex 32")
+        return value
 
     @model_validator(mode="after")
     def _open_to_others_only_with_keys(self) -> Self:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
-from guard.demo import answer_text, curl_command, missing_actions, send, whole_lines
+from guard.demo import answer_text, curl_command, missing_actions, send
 from guard.demo_requests import REQUESTS
 from guard.serve import Pair
 from tests.conftest import RunningPair
@@ -37,13 +36,6 @@ def test_the_printed_curl_command_is_one_that_a_shell_and_a_server_understand() 
     words = shlex.split(curl_command("http://127.0.0.1:8080"))
     assert words[:3] == ["curl", "-i", "http://127.0.0.1:8080/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == "smollm2-135m"
-
-
-def test_a_ledger_line_that_is_half_written_is_not_read(tmp_path: Path) -> None:
-    ledger = tmp_path / "ledger.jsonl"
-    assert whole_lines(ledger) == []
-    ledger.write_text('{"a": 1}\n{"b"')
-    assert whole_lines(ledger) == ['{"a": 1}\n']
 
 
 @pytest.mark.engine

@@ -56,6 +56,8 @@ def test_shipped_folders_are_in_the_wheel(wheel: Path) -> None:
         shipped = {f.relative_to(CHECKOUT).as_posix() for f in (CHECKOUT / kind).rglob("*") if f.is_file()}
         assert shipped
         assert {f"guard/data/{name}" for name in shipped} <= names
+    static = {f.relative_to(CHECKOUT).as_posix() for f in (CHECKOUT / "guard/console/static").iterdir()}
+    assert "guard/console/static/index.html" in static <= names
     assert not [name for name in names if name.startswith("tests/")]
 
 

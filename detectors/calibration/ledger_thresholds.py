@@ -25,6 +25,7 @@ from detectors.calibration.metrics import (
 )
 from detectors.calibration.sources import DataError
 from detectors.model_config import ModelConfigError, Threshold
+from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries
 
 SHARE_THAT_SETS = 2 / 3
 
@@ -88,19 +89,19 @@ def name_of(budget: float) -> str:
 
 
 def read_traffic(ledger: Path, detector: str) -> Traffic:
-    """The scores of ``detector`` under the last of its versions in the ledger. Raises ``DataError``."""
+    """The scores of ``detector`` under the last of its versions in the ledger, in all of its files. Raises
+    ``DataError``."""
     found: list[tuple[str, float]] = []
     other = 0
     try:
-        with ledger.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                one = _score(line, detector)
-                if one is None:
-                    other += 1
-                else:
-                    found.append(one)
-    except OSError as error:
-        raise DataError(f"{ledger}: cannot be read: {error.strerror}") from None
+        for entry in entries(ledger):
+            one = None if entry is None else _score(entry, detector)
+            if one is None:
+                other += 1
+            else:
+                found.append(one)
+    except LedgerReadError as error:
+        raise DataError(str(error)) from None
     if not found:
         raise DataError(f"{ledger}: has no score of a detector {detector!r}")
     last = found[-1][0]
@@ -108,9 +109,8 @@ def read_traffic(ledger: Path, detector: str) -> Traffic:
     return Traffic(scores, last, other + len(found) - len(scores))
 
 
-def _score(line: str, detector: str) -> tuple[str, float] | None:
+def _score(entry: Entry, detector: str) -> tuple[str, float] | None:
     try:
-        entry: Any = json.loads(line)
         score, measured = entry["scores"].get(detector), entry.get("measured", {}).get(detector, "unknown")
         return None if score is None else (str(measured), float(score))
     except (ValueError, LookupError, TypeError, AttributeError):

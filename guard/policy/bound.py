@@ -21,6 +21,7 @@ from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec, Steer
 from guard.mistakes import first_mistake
 from guard.policy.absent import AbsentDetector
+from guard.policy.capture import Capture
 from guard.policy.compiled import compile_rules
 from guard.policy.engine import CompiledRule, Decision, decide, longest_wait_s
 from guard.policy.gates import steering_of
@@ -41,7 +42,7 @@ class BoundPolicy:
     ``spec``: everything that its detectors may read, words of spans in place. ``hold_s``: how long an answer is held
     for scores at most, 0 when no enforced rule needs any; ``prompt_timeout_s``: how long scores are worth recording.
     ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short. ``answer_timeout_s``: longest
-    wait for detectors of text each time that an answer is judged.
+    wait for detectors of text each time that an answer is judged. ``capture``: what may be kept of the texts.
     """
 
     name: str
@@ -60,6 +61,7 @@ class BoundPolicy:
     streaming: Streaming
     window_tokens: int
     answer_timeout_s: float
+    capture: Capture | None = None
 
     @property
     def detector_kinds(self) -> dict[str, str]:
@@ -201,6 +203,7 @@ def bind(
         streaming=policy.streaming,
         window_tokens=policy.window_tokens,
         answer_timeout_s=_answer_timeout_s(rules, policy.prompt_timeout_s),
+        capture=policy.capture,
     )
     _check_inputs(loaded, bound)
     _check_stages(loaded, bound)

@@ -5,20 +5,16 @@ Owns the way from a ledger's line to scores. Lines have no text of a prompt, so 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from detectors.base import Score
+from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find
 
 UNDECIDED = "none"
 """The action of a request that did not come to a decision."""
-
-
-class LedgerReadError(ValueError):
-    """A ledger that cannot be read, or lacks what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +47,22 @@ class Recorded:
 
 
 def read_ledger(path: Path) -> Iterator[Recorded | None]:
-    """Every line in order; None for one that is no entry. Raises ``LedgerReadError``."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                yield _parsed(line)
-    except OSError as error:
-        raise LedgerReadError(f"{path}: cannot be read: {error.strerror}") from None
+    """Every line of all its files in order; None for one that is no entry. Raises ``LedgerReadError``."""
+    for entry in entries(path):
+        yield None if entry is None else _recorded(entry)
 
 
 def find_request(path: Path, request_id: str) -> Recorded:
     """The last entry of a request, by its own id or the client's. Raises ``LedgerReadError``."""
-    entries = (entry for entry in read_ledger(path) if entry is not None)
-    found = [entry for entry in entries if request_id in (entry.request_id, entry.client_request_id)]
-    if not found:
+    entry = find(path, request_id)
+    found = None if entry is None else _recorded(entry)
+    if found is None:
         raise LedgerReadError(f"{path}: has no request {request_id!r}")
-    return found[-1]
+    return found
 
 
-def _parsed(line: str) -> Recorded | None:
+def _recorded(entry: Entry) -> Recorded | None:
     try:
-        entry = json.loads(line)
         shadow = entry.get("shadow") or {}
         scores = _scores(entry)
         by_digest = {digest: scores[name] for name, digest in entry.get("measured", {}).items()}

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from guard.mia.spec import Steer
+from guard.policy.capture import Capture
 from guard.policy.cases import Case, Cases, Expectation
 from guard.policy.conditions import AllCondition, AnyCondition, NotCondition, ScoreCondition, StatusCondition
 from guard.policy.inheritance import Inheritance, Removal
@@ -23,6 +24,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", Policy),
     ("The file: inheritance", Inheritance),
     ("`remove`", Removal),
+    ("`capture`", Capture),
     ("`detectors.NAME`", DetectorUse),
     ("`rules[]`", Rule),
     ("Condition: a score", ScoreCondition),

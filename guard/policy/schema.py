@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from guard.mia.spec import Steer
+from guard.policy.capture import Capture
 from guard.policy.conditions import Condition, DetectorName, Section, detectors_of
 from guard.policy.conversation import check_message_selectors
 
@@ -308,6 +309,9 @@ class Policy(Section):
     prompt_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
     """Longest wait, in seconds, for the scores of the prompt; afterwards they count as missing and `on_timeout` says
     what happens. The time that the model takes to read the prompt is part of it."""
+
+    capture: Capture | None = None
+    """Which texts of requests may be kept. Default: none."""
 
     detectors: Annotated[dict[DetectorName, DetectorUse], Field(max_length=16)] = {}  # noqa: RUF012 - pydantic copies it
     """Detectors by the name that rules use."""

@@ -120,7 +120,7 @@ def judges_for(policies: PolicyStore, exchange: Exchange, model: str | None) -> 
         log.error("request %s of key %s: %s", record.request_id, caller.key_id, error)
         raise GuardUnavailableError("this key's policy is not loaded") from None
     record.policy, record.policy_hash = judges.live.name, judges.live.hash
-    exchange.label = judges.live.label
+    exchange.label, exchange.judges = judges.live.label, judges
     return judges
 
 

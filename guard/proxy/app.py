@@ -86,11 +86,24 @@ async def model(services: Services, exchange: Exchange) -> None:
     await relay_whole(exchange, whole)
 
 
+async def names_of_models(services: Services, request_id: str) -> list[str]:
+    """Of vLLM's models and those of other providers. Raises ``UpstreamError``."""
+    whole = await _all_models(services, request_id)
+    try:
+        return [str(one["id"]) for one in json.loads(whole.body)["data"]]
+    except (ValueError, LookupError, TypeError):
+        raise UpstreamError(UNREADABLE_LIST) from None
+
+
 async def _list_of_models(services: Services, exchange: Exchange) -> Whole:
     exchange.need_method("GET")
+    return await exchange.until_client_leaves(_all_models(services, exchange.record.request_id))
+
+
+async def _all_models(services: Services, request_id: str) -> Whole:
     others = services.providers.names
     if services.settings.upstream:
-        whole = await exchange.until_client_leaves(services.upstream.get(MODELS, exchange.record.request_id))
+        whole = await services.upstream.get(MODELS, request_id)
     else:
         whole = Whole(200, JSON, b'{"object": "list", "data": []}')
     if whole.status != 200 or not others:

@@ -18,6 +18,7 @@ from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer, PlainAnswer
 from guard.proxy.body import F, GuardedRequest, parsed
+from guard.proxy.capturing import capturing_of
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judged import block, relay_judged
@@ -45,12 +46,13 @@ def answering(form: Form) -> Handler:
         exchange.need_method("POST")
         check_media_type(exchange.headers)
         raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
-        began_s = time.perf_counter()
+        began_s = record.began_s = time.perf_counter()
         request = await parsed(form, raw)
         record.model, record.streamed = request.model, request.streamed
         exchange.affinity = affinity_of(request.fields)
         judges = judges_for(services.policies, exchange, request.model)
-        await exchange.until_client_leaves(_guarded(services, exchange, request, judges, began_s))
+        exchange.capturing = capturing_of(judges, request, record)
+        await exchange.until_client_leaves(guarded(services, exchange, request, judges, began_s))
 
     return handle
 
@@ -73,7 +75,7 @@ class _Asking:
 
     def _conversation(self) -> Conversation:
         request, exchange = self.request, self.exchange
-        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.headers)
+        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.context)
         return Conversation(request.said, request.roles, request.form.words, reader)
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
@@ -90,7 +92,7 @@ class _Asking:
                 self.exchange.record.gates = gate_reports(gated, answer.readouts())
 
 
-async def _guarded(
+async def guarded(
     services: Services, exchange: Exchange, request: GuardedRequest[Form], judges: Judges, began_s: float
 ) -> None:
     """The answer that the policy wants."""

@@ -12,6 +12,7 @@ from guard.policy.schema import Action
 from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.body import GuardedRequest, parsed
+from guard.proxy.capturing import capturing_of
 from guard.proxy.chat import redacted_and_routed
 from guard.proxy.errors import BlockedError, GuardUnavailableError, InvalidRequestError, SteeringError
 from guard.proxy.exchange import Exchange
@@ -72,11 +73,12 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     exchange.need_method("POST")
     check_media_type(exchange.headers)
     raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
-    began_s = time.perf_counter()
+    began_s = record.began_s = time.perf_counter()
     request = await parsed(embeddings_form, raw)
     record.model = request.model
     exchange.affinity = affinity_of(request.fields)
     judges = judges_for(services.policies, exchange, request.model)
+    exchange.capturing = capturing_of(judges, request, record)
     asked, texts = judges.ask(request.roles), await read_texts(judges, request)
     decision = judge(judges, asked, NOT_READ, record, texts)
     # No gate can open.

@@ -13,9 +13,13 @@ from typing import Any, TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from guard.policy import Judges
+from guard.proxy.capturing import Capturing
 from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeError
+from guard.proxy.judging import Unit
 from guard.proxy.keys import Caller
 from guard.telemetry.record import RequestRecord
+from guard.telemetry.tracing import Trace
 
 T = TypeVar("T")
 JSON = {"content-type": "application/json"}
@@ -28,7 +32,8 @@ class ClientGoneError(Exception):
 @dataclass
 class Exchange:
     """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s. ``caller``: who asks,
-    once that is known. ``affinity``: equal for requests whose prompts begin alike."""
+    once that is known. ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are chosen.
+    ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces."""
 
     scope: Scope
     receive: Receive
@@ -38,6 +43,9 @@ class Exchange:
     named_errors: bool = False
     caller: Caller = field(default_factory=Caller)
     affinity: bytes = b""
+    judges: Judges | None = None
+    capturing: Capturing | None = None
+    trace: Trace | None = None
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False
@@ -48,6 +56,11 @@ class Exchange:
     @property
     def started(self) -> bool:
         return self.record.status is not None
+
+    @property
+    def context(self) -> Mapping[str, str]:
+        """Headers with the trace context for whoever is asked: of our span, or the client's own."""
+        return self.headers if self.trace is None else self.trace.headers
 
     def need_method(self, method: str) -> None:
         if self.scope["method"] != method:
@@ -110,9 +123,11 @@ class Exchange:
         await self._send_head(status, {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def stream(self, data: bytes) -> None:
+        self._went(data)
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, last: bytes = b"") -> None:
+        self._went(last)
         await self.send({"type": "http.response.body", "body": last})
         self.ended = True
 
@@ -129,6 +144,15 @@ class Exchange:
             await self.respond(error.status, {**JSON, **error.headers}, body)
         elif self.streaming:
             await self.end((b"event: error\n" if self.named_errors else b"") + b"data: " + body + b"\n\n")
+
+    def withhold(self, texts: Mapping[Unit, str]) -> None:
+        """Texts of an answer that the client does not get."""
+        if self.capturing is not None:
+            self.capturing.withhold(texts)
+
+    def _went(self, data: bytes) -> None:
+        if self.capturing is not None:
+            self.capturing.went(data)
 
     async def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.record.status = status

@@ -27,6 +27,7 @@ async def relay_judged(
     exchange: Exchange, request: GuardedRequest[Form], answer: Answer, judge: AnswerJudge, attempts: int
 ) -> Decision | None:
     """Answer the client. A decision comes back when it wants another answer first; then nothing was sent."""
+    exchange.record.course = judge.course
     if isinstance(answer, StreamedAnswer):
         return await _Stream(exchange, request, answer, judge, attempts).run()
     return await _whole(exchange, request, await answer.whole(), judge, attempts)
@@ -52,6 +53,8 @@ async def _whole(
     judge.add(frame)
     ruling = await judge.check(whole.readouts(), complete=True)
     exchange.record.answer = judge.answered(attempts)
+    if ruling.decision.action in ("retry", "route", "block"):
+        exchange.withhold(judge.texts)
     if ruling.decision.action in ("retry", "route"):
         return ruling.decision
     if ruling.decision.action == "block":
@@ -110,6 +113,7 @@ class _Stream:
             ruling = await self.judge.check(self.answer.readouts(), complete=True)
             self.exchange.record.answer = self.judge.answered(self.attempts)
             if ruling.decision.action in ("retry", "route"):
+                self.exchange.withhold(self.judge.texts)
                 return ruling.decision
             if ruling.decision.action == "block":
                 await self._block(ruling.decision)
@@ -150,6 +154,7 @@ class _Stream:
 
     async def _block(self, decision: Decision) -> None:
         exchange, record = self.exchange, self.exchange.record
+        exchange.withhold(self.judge.texts)
         record.answer = self.judge.answered(self.attempts)
         record.completion_tokens = self.released_tokens
         if not exchange.started:

@@ -20,7 +20,7 @@ from guard.policy.schema import SEVERITY, Stage, detectors_in
 from guard.proxy.readouts import most_complete
 from guard.proxy.second_pass import PassReader, SecondPassError
 from guard.proxy.wire import Frame, Piece
-from guard.telemetry.record import Answered
+from guard.telemetry.record import Answered, Moment
 
 Unit = tuple[int, str]
 """A choice and a channel of it: each is a text of its own."""
@@ -30,6 +30,9 @@ NOWHERE: Unit = (-1, "")
 
 WHOLE = " whole"
 """Ends the name of a channel's second copy, which some APIs send at its end."""
+
+MAX_MOMENTS = 128
+"""Longest course of a stream's scores that is kept; from there on every second moment of it is forgotten."""
 
 NO_WORDS = Score("not_applicable", reason="the answer says nothing in words")
 PASS_LATE = Score("unavailable", reason="the second pass did not come in time", timed_out=True)
@@ -78,6 +81,7 @@ class AnswerJudge:
     marks: dict[Unit, list[Mark]] = field(default_factory=dict)
     ruling: Ruling | None = None
     second_pass_s: float | None = None
+    course: list[Moment] = field(default_factory=list)
     _grown: dict[int, Readouts] = field(default_factory=dict)
     _taken: int = 0
     _read: dict[Unit, tuple[str, dict[str, Score]]] = field(default_factory=dict)
@@ -110,6 +114,8 @@ class AnswerJudge:
         for unit in self._units(readouts):
             known = {**texts.get(unit, {}), **passes.get(unit, passes.get(NOWHERE, {}))}
             found.append(self._judged(unit, known, readouts, stages))
+        if self.judges_streams:
+            self._note(found)
         rulings = [*([self.ruling] if self.ruling else []), *found]
         worst = max(rulings, key=lambda one: _severity(one.decision))
         shadows = [one.shadow for one in rulings if one.shadow is not None]
@@ -119,6 +125,17 @@ class AnswerJudge:
             shadow=_joined(max(shadows, key=_severity), shadows) if shadows else None,
         )
         return self.ruling
+
+    def _note(self, found: Sequence[Ruling]) -> None:
+        """Put the scores of this moment to the answer's course."""
+        names = dict.fromkeys(name for one in found for name in one.scores)
+        values = {name: [one.scores[name].value for one in found if name in one.scores] for name in names}
+        worst = {
+            name: max((value for value in given if value is not None), default=None) for name, given in values.items()
+        }
+        self.course.append(Moment(max(self.tokens.values(), default=0), worst))
+        if len(self.course) > MAX_MOMENTS:
+            del self.course[1::2]
 
     def answered(self, attempts: int) -> Answered | None:
         """What the record says of it."""

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from guard.proxy.access import client_request_id
 from guard.proxy.errors import ApiError, InternalError, StoppedError, UpstreamError
 from guard.proxy.exchange import ClientGoneError, Exchange
-from guard.proxy.services import Services
+from guard.proxy.services import GUARDED, Services
 from guard.telemetry.record import RequestRecord
 
 log = logging.getLogger("guard.proxy")
@@ -50,37 +51,19 @@ class Recorded:
         in_flight = services.metrics.in_flight.labels(self._route)
         services.under_way += 1
         in_flight.inc()
+        exchange = Exchange(scope, receive, send, record, policy.label)
+        exchange.trace = services.tracing.begin(record, scope["method"], exchange.headers)
         try:
-            await self._answer(Exchange(scope, receive, send, record, policy.label))
+            await answer(exchange, self._admitted(exchange))
         finally:
             record.total_s = time.perf_counter() - record.started_s
             in_flight.dec()
             services.metrics.count(record)
-            services.ledger.append(record.to_entry())
+            services.ledger.append(record.to_entry(), exchange.capturing)
+            services.tracing.end(exchange.trace, record)
+            if self._route in GUARDED:
+                services.recent.add(record, exchange.judges)
             services.under_way -= 1
-
-    async def _answer(self, exchange: Exchange) -> None:
-        record = exchange.record
-        try:
-            await self._admitted(exchange)
-        except ClientGoneError:
-            record.outcome = "client_gone"
-        except ApiError as error:
-            broke_off = isinstance(error, UpstreamError) and exchange.started
-            record.outcome = "upstream_broken" if broke_off else error.outcome
-            await exchange.fail(error)
-        except asyncio.CancelledError:
-            # Not raised again: the task ends here, and uvicorn would log it as a failure, with a traceback.
-            record.outcome = "stopped"
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await exchange.fail(StoppedError("the guard is stopping; try again"))
-        except Exception as error:
-            record.outcome = "internal_error"
-            # Where and what, without the exception's own text, which may quote the request.
-            where = "".join(traceback.format_tb(error.__traceback__))
-            log.error("request %s: %s\n%s", record.request_id, type(error).__name__, where)
-            await exchange.fail(InternalError("the guard failed; its log says where"))
 
     async def _admitted(self, exchange: Exchange) -> None:
         """Every route is for those who may ask, as often as they may."""
@@ -92,3 +75,28 @@ class Recorded:
                 await self._handler(services, exchange)
         finally:
             services.access.keys.count(caller, record.tokens)
+
+
+async def answer(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    """Do ``work``, which answers; whatever it raises becomes an answer and an outcome."""
+    record = exchange.record
+    try:
+        await work
+    except ClientGoneError:
+        record.outcome = "client_gone"
+    except ApiError as error:
+        broke_off = isinstance(error, UpstreamError) and exchange.started
+        record.outcome = "upstream_broken" if broke_off else error.outcome
+        await exchange.fail(error)
+    except asyncio.CancelledError:
+        # Not raised again: the task ends here, and uvicorn would log it as a failure, with a traceback.
+        record.outcome = "stopped"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await exchange.fail(StoppedError("the guard is stopping; try again"))
+    except Exception as error:
+        record.outcome = "internal_error"
+        # Where and what, without the exception's own text, which may quote the request.
+        where = "".join(traceback.format_tb(error.__traceback__))
+        log.error("request %s: %s\n%s", record.request_id, type(error).__name__, where)
+        await exchange.fail(InternalError("the guard failed; its log says where"))

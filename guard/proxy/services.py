@@ -6,6 +6,7 @@ Owns building and closing them. Holds nothing of any request but how many are un
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -26,8 +27,12 @@ from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
 from guard.proxy.wire_responses import responses_form
 from guard.settings import Settings, SettingsError
+from guard.telemetry.chain import Secret
 from guard.telemetry.ledger import Ledger
+from guard.telemetry.ledger_file import Keeping
 from guard.telemetry.metrics import Metrics
+from guard.telemetry.recent import Recent
+from guard.telemetry.tracing import Tracing, TracingError
 from guard.uses.rerank import RerankerConfig, load_reranker
 
 FORMS = (chat_form, completions_form, responses_form, messages_form)
@@ -41,6 +46,9 @@ ROUTES = (*GUARDED, RERANK[0], MODELS, OTHER)
 """The values of the label ``route``."""
 
 DRAIN_LIMIT_S = 2.0
+
+KEPT_FOR_CONSOLE = 1000
+"""Requests that ended last and can be looked at; some kilobytes each."""
 
 
 class Services:
@@ -56,7 +64,11 @@ class Services:
         self.admission = Admission(settings)
         self.metrics = Metrics(first.name, first.hash, ROUTES, first.rule_names, first.detector_kinds)
         self._announce(self.policies.current)
-        self.ledger = Ledger(settings.ledger, self.metrics.count_entries)
+        self.ledger = Ledger(
+            settings.ledger, self.metrics.count_entries, secret=_secret(settings), keeping=_keeping(settings)
+        )
+        self.tracing = _tracing(settings)
+        self.recent = Recent(KEPT_FOR_CONSOLE if settings.admin_port is not None else 0)
         self.upstream = Upstream(settings)
         self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.reranker = reranker_of(settings)
@@ -70,10 +82,11 @@ class Services:
         watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys)]
         try:
             with self.ledger:
-                async with self.upstream, self.admission.running():
+                async with self.tracing.running(), self.upstream, self.admission.running():
                     yield
                     await self._drained()
         finally:
+            self.recent.close()
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
@@ -88,6 +101,8 @@ class Services:
         self, route: str, request: GuardedRequest[Texts], spec: str | None, exchange: Exchange, *, early: bool
     ) -> AbstractAsyncContextManager[asyncio.Task[Answer]]:
         """Send a request to whoever serves its model; as ``Upstream.ask``. ``spec``: what vLLM is asked to read."""
+        if exchange.record.sent_s is None:
+            exchange.record.sent_s = time.perf_counter()
         if self.providers.has(request.model):
             return self.providers.ask(route, request.fields)
         if not self.settings.upstream:
@@ -96,7 +111,7 @@ class Services:
             route,
             request.to_json(spec),
             exchange.record.request_id,
-            exchange.headers,
+            exchange.context,
             early=early,
             affinity=exchange.affinity,
         )
@@ -135,3 +150,25 @@ def reranker_of(settings: Settings) -> RerankerConfig | None:
         return load_reranker(settings.model_configs / "core_reranker" / f"{settings.config_key}.json")
     except ModelConfigError as error:
         raise SettingsError(f"rerank (GUARD_RERANK): {error}") from None
+
+
+def _secret(settings: Settings) -> Secret | None:
+    return None if settings.ledger_key is None else Secret.of(settings.ledger_key.get_secret_value())
+
+
+def _tracing(settings: Settings) -> Tracing:
+    try:
+        return Tracing(settings.otlp_endpoint)
+    except TracingError as error:
+        raise SettingsError(f"otlp_endpoint (GUARD_OTLP_ENDPOINT): {error}") from None
+
+
+def _keeping(settings: Settings) -> Keeping:
+    """As ``Keeping`` counts: in seconds."""
+    hours, days = settings.ledger_max_hours, settings.ledger_keep_days
+    return Keeping(
+        settings.ledger_max_bytes,
+        None if hours is None else hours * 3600,
+        settings.ledger_keep_files,
+        None if days is None else days * 86400,
+    )

@@ -75,6 +75,7 @@ def judge(judges: Judges, asked: Question, finding: Finding, record: RequestReco
     scores = judges.scores(asked, finding.readouts, finding.reason, timed_out=finding.timed_out, texts=texts)
     decision, would = judges.decide(scores)
     record.scores, record.measured, record.decision = scores.live, judges.live.digests, decision
+    record.decided_s = time.perf_counter()
     record.armed = asked.armed
     if would is not None and judges.shadow is not None:
         shadow = judges.shadow

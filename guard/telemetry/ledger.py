@@ -1,20 +1,27 @@
-"""The ledger's file: entries are queued by the event loop and appended by a thread.
+"""The ledger: entries are queued by the event loop and appended by a thread.
 
-Owns the queue, the thread and the file. A disk that fails is counted and logged, and never costs a request.
+Owns the queue and the thread; the files are ``ledger_file.py``'s. A disk that fails is counted and logged, and never
+costs a request.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
+
+from guard.telemetry.chain import Secret
+from guard.telemetry.content import Captured, delete_expired, keep
+from guard.telemetry.ledger_file import Keeping, LedgerFile
+from guard.telemetry.ledger_files import content_folder
 
 log = logging.getLogger("guard.ledger")
 
@@ -25,8 +32,13 @@ ledger was closed. ``dropped``: too many waited."""
 MAX_QUEUED = 100_000
 RETRY_S = 1.0
 MAX_BATCH = 512
+MAX_CONTENT_BYTES = 64 * 1024 * 1024
+"""Most memory for texts that wait to be written; what is more is not kept."""
+
 LOG_EVERY_S = 60.0
-LINE_END = ord("\n")
+
+HOUSEKEEPING_S = 600.0
+"""How often old files are looked after, whether anything is written or not."""
 
 GATHER_S = 0.02
 """One write for what comes within this time. While this thread runs, no answer goes on."""
@@ -36,21 +48,43 @@ class LedgerError(RuntimeError):
     """A ledger that cannot be opened at start."""
 
 
+class Content(Protocol):
+    """The text of one request, still in memory."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def captured(self) -> Captured:
+        """What is to be kept of it; called by the ledger's thread."""
+        ...
+
+
 class Ledger:
     """Append-only JSON lines. ``on_result(result, entries)`` is called from both threads for every entry."""
 
-    def __init__(self, path: Path, on_result: Callable[[Result, int], None] = lambda result, entries: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        on_result: Callable[[Result, int], None] = lambda result, entries: None,
+        *,
+        secret: Secret | None = None,
+        keeping: Keeping | None = None,
+    ) -> None:
         self.path = path
         self._on_result = on_result
-        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[bytes | _WithContent | None] = queue.Queue(MAX_QUEUED)
+        self._content = content_folder(path)
+        self._content_bytes = 0
+        self._content_lock = threading.Lock()
+        self._keeps_texts = False
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
-        self._file: int | None = None
-        self._torn = False
+        self._file = LedgerFile(path, secret, keeping)
         self._closing = threading.Event()
         self._logged_s = float("-inf")
 
     def __enter__(self) -> Self:
-        self._file = _first_open(self.path)
+        _first_open(self._file)
+        self._keeps_texts = self._file.is_file
         self._thread.start()
         return self
 
@@ -59,34 +93,48 @@ class Ledger:
         self._closing.set()
         self._queue.put(None)
         self._thread.join()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._file.close()
 
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Queue one entry; never blocks, never raises."""
-        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+    def append(self, entry: Mapping[str, Any], content: Content | None = None) -> None:
+        """Queue one entry; never blocks, never raises. ``content``: its text, if that may be kept; there
+        is nowhere to keep it beside a ledger that is no file."""
+        waiting: bytes | _WithContent
+        if content is not None and self._keeps_texts and self._room_for(size_bytes := content.size_bytes):
+            waiting = _WithContent(entry, content, size_bytes)
+        else:
+            waiting = _to_line(entry)
         try:
-            self._queue.put_nowait(line)
+            self._queue.put_nowait(waiting)
         except queue.Full:
+            if isinstance(waiting, _WithContent):
+                self._room_for(-waiting.size_bytes)
             self._report("dropped", 1, f"{MAX_QUEUED} entries wait to be written")
 
     def _run(self) -> None:
+        self._keep_house()
+        house_s = time.monotonic()
         while True:
             lines, ends = self._batch()
             if lines:
                 self._write(lines)
             if ends:
                 return
+            if time.monotonic() - house_s >= HOUSEKEEPING_S:
+                self._keep_house()
+                house_s = time.monotonic()
 
     def _batch(self) -> tuple[list[bytes], bool]:
-        """Wait for one line, a little for others, then take what is there. True: nothing comes after these."""
+        """Wait for one line, a little for others, then take what is there; none when there was none for long. True:
+        nothing comes after these."""
         lines: list[bytes] = []
-        line = self._queue.get()
+        try:
+            line = self._queue.get(timeout=HOUSEKEEPING_S)
+        except queue.Empty:
+            return lines, False
         if line is not None:
             time.sleep(GATHER_S)
         while line is not None:
-            lines.append(line)
+            lines.append(self._kept(line) if isinstance(line, _WithContent) else line)
             if len(lines) == MAX_BATCH:
                 return lines, False
             try:
@@ -94,6 +142,36 @@ class Ledger:
             except queue.Empty:
                 return lines, False
         return lines, True
+
+    def _room_for(self, size_bytes: int) -> bool:
+        """Take this much of the memory for texts that wait, or give it back."""
+        with self._content_lock:
+            if size_bytes > 0 and self._content_bytes + size_bytes > MAX_CONTENT_BYTES:
+                log.error("a request's text is not kept: %d bytes of others wait already", self._content_bytes)
+                return False
+            self._content_bytes += size_bytes
+            return True
+
+    def _kept(self, one: _WithContent) -> bytes:
+        """The entry's line, once its text is written; without it when that fails."""
+        entry = dict(one.entry)
+        try:
+            captured = one.content.captured()
+            sha256 = keep(self._content, captured)
+            entry["captured"] = {"expires": captured.expires.isoformat(), "sha256": sha256}
+        except Exception as error:
+            # Whatever it is, it must not cost the entry; and its own words may quote the text.
+            log.error("a request's text could not be kept in %s: %s", self._content, type(error).__name__)
+        finally:
+            self._room_for(-one.size_bytes)
+        return _to_line(entry)
+
+    def _keep_house(self) -> None:
+        self._file.keep_house()
+        try:
+            delete_expired(self._content, datetime.now(UTC).date())
+        except OSError as error:
+            log.error("captured text in %s that is to be deleted is still there: %s", self._content, error.strerror)
 
     def _write(self, lines: list[bytes]) -> None:
         """Until they are all in the file; once the ledger is being closed, at most once more."""
@@ -112,34 +190,10 @@ class Ledger:
 
     def _try(self, lines: list[bytes]) -> tuple[list[bytes], str]:
         """Those that are not whole in the file, and why."""
-        # After half a line, the next entry begins on a line of its own.
-        data = (b"\n" if self._torn else b"") + b"".join(lines)
-        sent, why = 0, ""
-        try:
-            if self._file is None:
-                self._file = _open(self.path)
-            while sent < len(data):
-                sent += os.write(self._file, data[sent:])
-        except OSError as error:
-            self._close_quietly()
-            why = error.strerror or "an error"
-        self._torn = data[sent - 1] != LINE_END if sent else self._torn
-        sent -= len(data) - sum(map(len, lines))
-        whole = 0
-        while whole < len(lines) and sent >= len(lines[whole]):
-            sent -= len(lines[whole])
-            whole += 1
+        whole, error = self._file.append(lines)
         if whole:
             self._on_result("written", whole)
-        return lines[whole:], why
-
-    def _close_quietly(self) -> None:
-        if self._file is not None:
-            try:
-                os.close(self._file)
-            except OSError:
-                log.debug("closing the ledger failed too")
-            self._file = None
+        return lines[whole:], (error.strerror or "an error") if error is not None else ""
 
     def _report(self, result: Result, entries: int, why: str) -> None:
         self._on_result(result, entries)
@@ -149,20 +203,31 @@ class Ledger:
             log.error("ledger %s: %d entries %s: %s (said at most once a minute)", self.path, entries, result, why)
 
 
+@dataclass(frozen=True)
+class _WithContent:
+    """An entry that waits until its text is written."""
+
+    entry: Mapping[str, Any]
+    content: Content
+    size_bytes: int
+
+
+def _to_line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode()
+
+
 def check_writable(path: Path) -> None:
     """Raises ``LedgerError`` when the ledger cannot be opened; makes file and folder if need be."""
-    os.close(_first_open(path))
+    file = LedgerFile(path)
+    _first_open(file)
+    file.close()
 
 
-def _first_open(path: Path) -> int:
+def _first_open(file: LedgerFile) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return _open(path)
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        file.open()
     except OSError as error:
         raise LedgerError(
-            f"the ledger {path} cannot be written: {error.strerror}; choose another file with --ledger"
+            f"the ledger {file.path} cannot be written: {error.strerror}; choose another file with --ledger"
         ) from None
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -73,10 +73,21 @@ class GateReport:
     reason: str
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What rules of the stage ``stream`` had to go by at one time. ``tokens``: of the answer so far; scores: of its
+    worst text, None where there is none yet."""
+
+    tokens: int
+    scores: Mapping[str, float | None]
+
+
 @dataclass
 class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
-    a streamed answer, that went to the client."""
+    a streamed answer, that went to the client. ``course``: how a stream's scores went; not in the ledger. When:
+    ``began_s`` its body was read, ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the
+    prompt."""
 
     route: str
     policy: str
@@ -97,12 +108,16 @@ class RequestRecord:
     gates: Mapping[str, GateReport] = field(default_factory=dict)
     shadow: Beside | None = None
     answer: Answered | None = None
+    course: Sequence[Moment] = ()
     outcome: Outcome = "internal_error"
     error_code: str | None = None
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     frames: int = 0
+    began_s: float | None = None
+    sent_s: float | None = None
+    decided_s: float | None = None
     own_s: float = 0.0
     verdict_s: float | None = None
     upstream_first_byte_s: float | None = None
@@ -168,6 +183,7 @@ class RequestRecord:
             "outcome": self.outcome,
             "error_code": self.error_code,
             "status": self.status,
+            "captured": None,
             "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
             "timings_ms": {
                 "total": _ms(self.total_s),
@@ -219,6 +235,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
+    "captured": "Of the text that the policy had kept, outside the ledger: expires, the last day on which it is, and "
+    "the SHA-256 of its line; null where none was.",
     "tokens": "Tokens of prompt and answer as far as known.",
     "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the "
     "decision; upstream_first_byte; upstream: until its answer ended.",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import sys
 from collections.abc import AsyncIterator
@@ -31,7 +32,8 @@ class FakeEngine:
     ``scripts``: the answer's words, one script a request, the last for all others; ``frames`` and ``body`` are a stream
     and a whole answer as they are. ``final_logits``: what each request's answer held, in turn, at its one token.
     ``progress``: what h_node's state was at each word of a stream, sent behind it; None sends nothing there.
-    ``pass_state``: the state of every second pass, which ``passes`` counts; None refuses them.
+    ``pass_state``: the state of every second pass, which ``passes`` counts; None refuses them. Words are tokens for
+    ``/tokenize``; ``token_rows``: how many of them one look inside may read at once.
     """
 
     logit: float = -5.0
@@ -61,6 +63,8 @@ class FakeEngine:
     pass_state: float | None = None
     pass_delay_s: float = 0.0
     passes: list[dict[str, Any]] = field(default_factory=list)
+    token_rows: int = 1 << 20
+    looks: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -115,6 +119,8 @@ class FakeEngine:
         body = await request.json()
         if request.headers.get("x-request-id", "").endswith("-pass"):
             return await self._second_pass(body)
+        if request.headers.get("x-request-id", "").endswith("-inspect"):
+            return self._look_inside(body)
         self.bodies.append(body)
         self.paths.append(request.path)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
@@ -136,6 +142,32 @@ class FakeEngine:
         item = HiddenReadout("complete", 3, 4, 5, np.array([self.pass_state], np.float32))
         event = {"object": EVENT_OBJECT, "readouts": [Readouts({"state": item}, prompt_tokens=5).to_wire()]}
         raw = self.whole("yes")[:-1] + b',"mia":' + json.dumps(event).encode() + b"}"
+        return web.Response(body=raw, content_type="application/json")
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Every word a token, as a byte-level vocabulary spells it; the template says who speaks, and nothing more."""
+        body = await request.json()
+        messages = body.get("messages")
+        text = (
+            body.get("prompt", "") if messages is None else "\n".join(f"{m['role']} {m['content']}" for m in messages)
+        )
+        names = re.findall(r"\s?[^\s]+|\s", text)
+        spelt = [name.replace(" ", "\u0120").replace("\n", "\u010a") for name in names]
+        return web.json_response({"count": len(spelt), "tokens": [len(one) for one in spelt], "token_strs": spelt})
+
+    def _look_inside(self, body: dict[str, Any]) -> web.Response:
+        """States that rise from token to token, for every capture of rows."""
+        self.looks.append(body)
+        items: dict[str, Any] = {}
+        for name, capture in json.loads(body["vllm_xargs"]["mia"]).get("hidden", {}).items():
+            ((start, end),) = capture["positions"]["tokens"]
+            at = tuple(range(start, end))
+            states = np.linspace(-4, 4, len(body["prompt"]), dtype=np.float32)[start:end, None]
+            items[name] = RowsReadout("complete", 3, at, tuple(body["prompt"][start:end]), states)
+            if len(at) > self.token_rows:
+                items[name] = RowsReadout("dropped", 3, reason="the buffer was full")
+        event = {"object": EVENT_OBJECT, "readouts": [Readouts(items, prompt_tokens=len(body["prompt"])).to_wire()]}
+        raw = self.whole("x")[:-1] + b',"mia":' + json.dumps(event).encode() + b"}"
         return web.Response(body=raw, content_type="application/json")
 
     def grown(self, stage: Stage, first: int, values: list[float]) -> bytes:
@@ -247,6 +279,7 @@ async def running(engine: FakeEngine, port: int = 0, tls: ssl.SSLContext | None 
     app = web.Application(client_max_size=64 * 1024 * 1024)
     for path in ("chat/completions", "completions", "responses", "messages", "embeddings"):
         app.router.add_post(f"/v1/{path}", engine.chat)
+    app.router.add_post("/tokenize", engine.tokenize)
     app.router.add_get("/v1/models", engine.models)
     app.router.add_get("/health", engine.health)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

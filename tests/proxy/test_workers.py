@@ -14,13 +14,15 @@ from typer.testing import CliRunner
 from guard.cli import app
 from guard.machine import free_port
 from guard.proxy.keys import Limits, NewKey, create_key
+from guard.telemetry.ledger_check import check
 from tests.proxy.command import START_LIMIT_S, guard_proxy
 from tests.proxy.conftest import BODY, POLICY
 from tests.proxy.engine import FakeEngine, running
 
 
 async def test_several_workers_are_one_proxy(tmp_path: Path) -> None:
-    """Each answers; all have the same policies; their counts are one; one that dies comes back; all end together."""
+    """Each answers; all have the same policies; their counts are one, and so is their ledger's chain; one that dies
+    comes back; all end together."""
     keys = tmp_path / "keys.yaml"
     admin = create_key(keys, NewKey(admin=True))[0]
     client = {"authorization": f"Bearer {create_key(keys, NewKey())[0]}"}
@@ -78,6 +80,8 @@ async def test_several_workers_are_one_proxy(tmp_path: Path) -> None:
         await last
         assert await asyncio.wait_for(proxy.process.wait(), 20) == 0
         assert set(proxy.outcomes()) == {"completed"}
+        checked = check(proxy.ledger)
+        assert (checked.problems, checked.entries) == ([], len(proxy.outcomes()))
         assert not any(one.is_running() for one in workers)
 
 

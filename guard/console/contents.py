@@ -1,0 +1,89 @@
+"""Texts of requests that the console may show: what a policy lets the ledger keep, and the playground's own runs, which
+an operator wrote.
+
+Owns how many of the latter are kept, in memory, and the way from what was kept of a request to what its prompt was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from guard.telemetry.content import Captured
+from guard.telemetry.ledger_reader import LedgerReadError, captured
+from guard.telemetry.recent import Finished
+
+MAX_KEPT = 200
+WORDS = "content"
+"""The channel of a chat completion that is its words."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """``fields``: of the request's body, what its prompt is made from, as far as it is known. ``answer``: its text as
+    far as there is one. ``notes``: in what this is not what was said, in words."""
+
+    fields: Mapping[str, Any]
+    answer: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_prompt(self) -> bool:
+        return bool(self.fields.get("messages"))
+
+
+@dataclass
+class Contents:
+    """``ledger``: its file, which the texts lie beside. By number of the finished request."""
+
+    ledger: Path
+    _kept: OrderedDict[int, Content] = field(default_factory=OrderedDict)
+
+    def keep(self, number: int, content: Content) -> None:
+        self._kept[number] = content
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    async def find(self, finished: Finished) -> Content | None:
+        """None where the policy that judged the request lets nothing be kept, or it is not there (any more)."""
+        if (kept := self._kept.get(finished.number)) is not None:
+            return kept
+        if finished.judges is None or finished.judges.live.capture is None:
+            return None
+        try:
+            found = await asyncio.to_thread(captured, self.ledger, finished.record.request_id)
+        except LedgerReadError:
+            return None  # whoever writes it says so, in metrics and log
+        return None if found is None else from_captured(found, finished.record.model)
+
+
+def from_captured(found: Captured, model: str | None) -> Content:
+    """Messages put together again. What is no message, such as a tool's definition, is only told of."""
+    parts: dict[int, list[str]] = {}
+    roles = {}
+    for one in found.prompt:
+        if one.message >= 0:
+            parts.setdefault(one.message, []).append(one.text)
+            roles[one.message] = one.role
+    messages = [{"role": roles[at], "content": "\n".join(texts)} for at, texts in sorted(parts.items())]
+    words = [one for one in found.answer if one.channel == WORDS]
+    answer = next((one for one in words if not one.withheld), words[0] if words else None)
+    return Content({"model": model, "messages": messages}, answer.text if answer else "", tuple(_notes(found)))
+
+
+def _notes(found: Captured) -> list[str]:
+    out = ", ".join(f"{name} {count}" for name, count in found.redactions.items())
+    answers = [one for one in found.answer if one.channel == WORDS]
+    notes = {
+        f"taken out before it was kept: {out}": bool(out),
+        "longer than what is kept": found.truncated,
+        "with more than messages, such as tools": any(one.message < 0 for one in found.prompt),
+        "the client did not get this answer": bool(answers) and all(one.withheld for one in answers),
+        "not what the ledger vouches for: it was changed": not found.intact,
+        f"kept until {found.expires.isoformat()}": True,
+    }
+    return [note for note, holds in notes.items() if holds]

@@ -1,0 +1,150 @@
+// The console: who is signed in, which view is shown, and keys that work everywhere.
+
+import { get, signIn, signOut, signedInHere } from "./api.js";
+import { calibrationView } from "./calibration.js";
+import { h, show } from "./dom.js";
+import { playgroundView } from "./playground.js";
+import { requestView } from "./request.js";
+import { requestsView } from "./requests.js";
+import { store } from "./store.js";
+
+const bar = document.getElementById("bar");
+const main = document.getElementById("main");
+const help = document.getElementById("help");
+
+const VIEWS = [
+  ["/requests", "Requests", "1"],
+  ["/playground", "Playground", "2"],
+  ["/calibration", "Calibration", "3"],
+];
+
+const SHORTCUTS = [
+  ["1 2 3", "requests, playground, calibration"],
+  ["j k or ↓ ↑", "next and previous request"],
+  ["Enter", "open it"],
+  ["Esc", "back to the list"],
+  ["p", "pause the list, and go on"],
+  ["f", "to the filters"],
+  ["i", "look inside a request: its tokens"],
+  ["← →", "along the tokens"],
+  ["r, Ctrl+Enter", "run the playground"],
+  ["?", "this list"],
+];
+
+let view = null;
+let signedIn = false;
+
+const go = (path) => { location.hash = path; };
+
+function route() {
+  if (!signedIn) return;
+  const path = location.hash.slice(1) || "/requests";
+  const number = /^\/requests\/(\d+)$/.exec(path)?.[1];
+  view?.leave();
+  const context = { go, fail };
+  if (number !== undefined) view = requestView(main, context, Number(number));
+  else if (path === "/playground") view = playgroundView(main, context);
+  else if (path === "/calibration") view = calibrationView(main, context);
+  else view = requestsView(main, context);
+  document.title = `${view.title} · mia-guard`;
+  for (const link of bar.querySelectorAll("nav a")) {
+    const here = path.startsWith(link.hash.slice(1));
+    if (here) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  if (number === undefined || path !== "/requests") window.scrollTo(0, 0);
+}
+
+/** What a view shows when it cannot show itself. */
+function fail(error, root) {
+  if (error.status === 401) return showSignIn();
+  show(root, h("p", { class: "state", role: "alert" }, error.message));
+}
+
+function drawBar(overview) {
+  show(
+    bar,
+    h("a", { class: "mark", href: "#/requests" }, "mia-guard"),
+    h("nav", { "aria-label": "Views" }, VIEWS.map(([path, name, key]) => h("a", { href: `#${path}`, "aria-keyshortcuts": key }, name))),
+    h("span", { class: "space" }),
+    h("span", { class: "policy soft" }, overview.workers > 1 && h("span", { title: "Each process keeps its own requests; this is the first one's page" }, `1 of ${overview.workers} workers, `), overview.default, overview.policies_error && h("b", { title: overview.policies_error }, " policy not reloaded")),
+    h("button", { type: "button", class: "quiet", "aria-label": "Keyboard shortcuts", on: { click: () => help.showModal() } }, "?"),
+    h("button", { type: "button", class: "quiet", on: { click: leave } }, "Sign out"),
+  );
+}
+
+async function leave() {
+  await signOut().catch(() => null);
+  showSignIn();
+}
+
+function showSignIn(message = "") {
+  signedIn = false;
+  store.stop();
+  store.clear();
+  view?.leave();
+  view = null;
+  document.title = "Sign in · mia-guard";
+  show(bar);
+  const field = h("input", { type: "password", name: "key", autocomplete: "current-password", required: true, "aria-describedby": "about" });
+  const status = h("p", { class: "state", role: "alert" }, message);
+  const form = h(
+    "form",
+    { class: "sign-in", on: { submit } },
+    h("h1", {}, "mia-guard"),
+    h("label", {}, "Admin key", field),
+    h("button", { type: "submit", class: "main" }, "Sign in"),
+    status,
+    h("p", { id: "about", class: "soft" }, "A key that ", h("code", {}, "guard keys create --admin"), " printed. The browser gets a session of twelve hours in its place."),
+  );
+  show(main, form);
+  field.focus();
+
+  async function submit(event) {
+    event.preventDefault();
+    try {
+      await signIn(field.value.trim());
+      await begin();
+    } catch (error) {
+      show(status, error.status === 401 ? "This is no admin key." : error.message);
+      field.select();
+    }
+  }
+}
+
+async function begin() {
+  const overview = await get("/overview");
+  signedIn = true;
+  drawBar(overview);
+  store.start();
+  route();
+}
+
+function drawHelp() {
+  show(
+    help,
+    h("h2", {}, "Keys"),
+    h("dl", {}, SHORTCUTS.map(([keys, what]) => [h("dt", {}, h("kbd", {}, keys)), h("dd", {}, what)])),
+    h("form", { method: "dialog" }, h("button", { class: "quiet", on: { click: (event) => { event.preventDefault(); help.close(); } } }, "Close")),
+  );
+}
+
+document.addEventListener("keydown", (event) => {
+  if (!signedIn || event.ctrlKey || event.metaKey || event.altKey || help.open) return;
+  if (event.target.closest("textarea, select, input:not([type=radio])")) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  const view_ = VIEWS.find(([, , key]) => key === event.key);
+  const action = event.key === "?" ? () => help.showModal() : view_ ? () => go(view_[0]) : view?.keys[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
+});
+
+window.addEventListener("hashchange", route);
+store.addEventListener("signed-out", () => showSignIn("The session is over."));
+drawHelp();
+signedInHere()
+  .then((known) => (known ? begin() : showSignIn()))
+  .catch((error) => showSignIn(error.message));

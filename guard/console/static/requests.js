@@ -1,0 +1,145 @@
+// The list: what ended last, as it comes, through filters.
+
+import { track } from "./charts.js";
+import { h, show } from "./dom.js";
+import { clock, ms, plural, score } from "./format.js";
+import { store } from "./store.js";
+
+const ACTIONS = ["block", "route", "retry", "steer", "redact", "flag", "allow", "none"];
+const MOST_ROWS = 250;
+
+// What somebody chose stays while the page is open, whatever else is looked at in between.
+const chosen = { actions: new Set(), policy: "", detector: "", paused: null, at: null };
+
+export const actionBadge = (action) => h("span", { class: `action action-${action}` }, action);
+
+export function requestsView(root, { go }) {
+  const chips = h("div", { class: "chips", role: "group", "aria-label": "Actions" });
+  const policies = select("Policy", "policy", "every policy");
+  const detectors = select("Detector", "detector", "every detector");
+  const pause = h("button", { type: "button", class: "quiet", on: { click: toggle } });
+  const state = h("p", { class: "state", role: "status" });
+  const body = h("tbody");
+  const table = h(
+    "table",
+    { class: "requests" },
+    h("thead", {}, h("tr", {}, ["Time", "Action", "Rule", "Scores", "Policy", "Model", "Tokens", "Took"].map((name) => h("th", { scope: "col" }, name)))),
+    body,
+  );
+  show(
+    root,
+    h("h1", { class: "hidden" }, "Requests"),
+    h("div", { class: "filters" }, chips, policies.box, detectors.box, h("span", { class: "space" }), pause),
+    state,
+    table,
+  );
+
+  function select(label, field, every) {
+    const input = h("select", { "aria-label": label, on: { change: () => { chosen[field] = input.value; draw(); } } });
+    return {
+      box: input,
+      fill(names) {
+        const wanted = [...new Set([...names, ...(chosen[field] ? [chosen[field]] : [])])].sort();
+        if (input.dataset.names === JSON.stringify(wanted)) return;
+        input.dataset.names = JSON.stringify(wanted);
+        show(input, h("option", { value: "" }, every), wanted.map((name) => h("option", { value: name, selected: name === chosen[field] }, name)));
+      },
+    };
+  }
+
+  function toggle() {
+    chosen.paused = chosen.paused === null ? [...store.requests] : null;
+    draw();
+  }
+
+  function choose(action) {
+    if (!chosen.actions.delete(action)) chosen.actions.add(action);
+    draw();
+  }
+
+  const fits = (one) =>
+    (chosen.actions.size === 0 || chosen.actions.has(one.action)) &&
+    (chosen.policy === "" || one.policy === chosen.policy) &&
+    (chosen.detector === "" || chosen.detector in one.scores);
+
+  function draw() {
+    const all = chosen.paused ?? store.requests;
+    const found = all.filter(fits);
+    const counts = Object.groupBy ? Object.groupBy(all, (one) => one.action) : {};
+    show(
+      chips,
+      ACTIONS.filter((name) => counts[name] || chosen.actions.has(name)).map((name) =>
+        h(
+          "button",
+          { type: "button", class: `chip action-${name}`, "aria-pressed": String(chosen.actions.has(name)), on: { click: () => choose(name) } },
+          name,
+          h("span", { class: "number" }, counts[name]?.length ?? 0),
+        ),
+      ),
+    );
+    policies.fill(all.map((one) => one.policy));
+    detectors.fill(all.flatMap((one) => Object.keys(one.scores)));
+    show(pause, chosen.paused === null ? "Pause" : "Go on");
+    pause.setAttribute("aria-pressed", String(chosen.paused !== null));
+    const missed = chosen.paused === null ? 0 : store.newest - (chosen.paused[0]?.number ?? 0);
+    show(
+      state,
+      h("i", { class: chosen.paused === null && store.reached ? "dot live" : "dot" }),
+      !store.reached
+        ? "The guard does not answer; trying again."
+        : all.length === 0
+          ? "Nothing yet. Requests show up here when they end."
+          : `${plural(found.length, "request")}${found.length < all.length ? ` of ${all.length}` : ""}${chosen.paused ? `, paused; ${missed} newer` : ""}`,
+    );
+    const focused = document.activeElement?.closest("tr")?.dataset.number;
+    show(body, found.slice(0, MOST_ROWS).map(row));
+    if (focused) body.querySelector(`tr[data-number="${CSS.escape(focused)}"] a`)?.focus({ preventScroll: true });
+  }
+
+  function row(one) {
+    const scores = Object.entries(one.scores).filter(([name]) => chosen.detector === "" || name === chosen.detector);
+    return h(
+      "tr",
+      { "data-number": one.number, class: chosen.at === one.number && "at", on: { click: () => go(`/requests/${one.number}`) } },
+      h("td", { class: "time" }, h("a", { href: `#/requests/${one.number}`, on: { focus: () => mark(one.number) } }, clock(one.time))),
+      h("td", {}, actionBadge(one.action), one.would !== one.action && one.would !== "none" && h("span", { class: "would", title: "with the shadow rules enforced" }, ` would ${one.would}`)),
+      h("td", { class: "named" }, one.rules.join(", ") || (one.outcome === "completed" ? "" : h("span", { class: "soft" }, one.outcome.replaceAll("_", " ")))),
+      h(
+        "td",
+        { class: "scores" },
+        scores.map(([name, value]) =>
+          h("span", { class: "score", title: `${name} ${score(value)}` }, h("span", { class: "name" }, name), track(value, { label: `${name} ${score(value)}` }), h("span", { class: "number" }, score(value))),
+        ),
+      ),
+      h("td", { class: "policy" }, one.policy, one.assignment && h("span", { class: "soft" }, ` ${one.assignment}`)),
+      h("td", { class: "model" }, one.model ?? ""),
+      h("td", { class: "number counted" }, `${one.tokens[0] ?? "–"} → ${one.tokens[1] ?? "–"}`),
+      h("td", { class: "number took" }, ms(one.total_ms)),
+    );
+  }
+
+  function mark(number) {
+    chosen.at = number;
+    for (const one of body.rows) one.classList.toggle("at", one.dataset.number === String(number));
+  }
+
+  function move(by) {
+    const links = [...body.querySelectorAll("td.time a")];
+    if (links.length === 0) return;
+    const now = links.findIndex((one) => one.closest("tr").dataset.number === String(chosen.at));
+    links[Math.min(links.length - 1, Math.max(0, now < 0 ? 0 : now + by))].focus();
+  }
+
+  store.addEventListener("requests", draw);
+  store.addEventListener("reached", draw);
+  draw();
+  body.querySelector("tr.at a")?.focus();
+  return {
+    title: "Requests",
+    keys: { j: () => move(1), k: () => move(-1), ArrowDown: () => move(1), ArrowUp: () => move(-1), p: toggle, f: () => chips.querySelector("button")?.focus() },
+    leave() {
+      store.removeEventListener("requests", draw);
+      store.removeEventListener("reached", draw);
+    },
+  };
+}

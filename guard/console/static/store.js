@@ -1,0 +1,68 @@
+// The requests that ended last, kept up to date with one question at a time that waits for the next one.
+
+import { get } from "./api.js";
+
+const MOST = 1000;
+const WAIT_S = 20;
+const AGAIN_MS = 2000;
+const BETWEEN_MS = 400; // however many requests end meanwhile
+
+const pause = (duration) => new Promise((done) => setTimeout(done, duration));
+
+export class Store extends EventTarget {
+  requests = []; // the newest first
+  newest = 0;
+  reached = true;
+  #stop = null;
+
+  start() {
+    this.stop();
+    this.#stop = new AbortController();
+    this.#follow(this.#stop.signal);
+  }
+
+  stop() {
+    this.#stop?.abort();
+    this.#stop = null;
+  }
+
+  /** Forget everything: somebody else may sign in. */
+  clear() {
+    this.requests = [];
+    this.newest = 0;
+  }
+
+  async #follow(signal) {
+    let wait = 0; // the first answer comes at once
+    while (!signal.aborted) {
+      try {
+        const told = await get(`/requests?after=${this.newest}&wait_s=${wait}`, signal);
+        wait = WAIT_S;
+        this.#take(told);
+        await pause(BETWEEN_MS);
+      } catch (error) {
+        if (signal.aborted) return;
+        if (error.status === 401) return this.dispatchEvent(new Event("signed-out"));
+        this.#reached(false);
+        await pause(AGAIN_MS);
+      }
+    }
+  }
+
+  #take({ newest, requests }) {
+    this.#reached(true);
+    if (newest < this.newest) this.requests = []; // the proxy was started again
+    this.newest = newest;
+    if (requests.length === 0) return;
+    this.requests = [...requests.reverse(), ...this.requests].slice(0, MOST);
+    this.dispatchEvent(new Event("requests"));
+  }
+
+  #reached(now) {
+    if (now === this.reached) return;
+    this.reached = now;
+    this.dispatchEvent(new Event("reached"));
+  }
+}
+
+export const store = new Store();

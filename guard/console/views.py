@@ -1,0 +1,142 @@
+"""What the console's pages show, as JSON: a line for a request, the whole of one, and what is known of a detector.
+
+Owns these shapes. Numbers and reasons alone; texts of prompts and answers come from ``contents``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from detectors.base import AnyDetector, Score
+from detectors.model_config import ModelConfig
+from guard.policy import BoundPolicy, Decision
+from guard.policy.dissect import dissect
+from guard.policy.schema import Stage
+from guard.telemetry.recent import Finished
+from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
+
+STAGES: tuple[Stage, ...] = ("prompt", "stream", "output")
+
+Json = dict[str, Any]
+
+
+def line(finished: Finished) -> Json:
+    """One request in the list."""
+    record = finished.record
+    decision = record.deciding
+    scores = {**record.scores, **(record.answer.scores if record.answer else {})}
+    return {
+        "number": finished.number,
+        "time": record.started_at.isoformat(timespec="milliseconds"),
+        "request_id": record.request_id,
+        "route": record.route,
+        "model": record.model[:MAX_MODEL_CHARACTERS] if record.model is not None else None,
+        "policy": record.policy,
+        "assignment": record.assignment,
+        "key": record.key,
+        "streamed": record.streamed,
+        "action": record.action,
+        "would": decision.would if decision else "none",
+        "rules": record.rules,
+        "outcome": record.outcome,
+        "status": record.status,
+        "scores": {name: score.value for name, score in scores.items()},
+        "total_ms": None if record.total_s is None else round(record.total_s * 1000, 2),
+        "tokens": [record.prompt_tokens, record.completion_tokens],
+    }
+
+
+def whole(finished: Finished) -> Json:
+    """One request's page."""
+    record, judges = finished.record, finished.judges
+    shown: Json = {"number": finished.number, "entry": record.to_entry(), "rules": [], "detectors": [], "shadow": None}
+    shown["course"] = [{"tokens": one.tokens, "scores": dict(one.scores)} for one in record.course]
+    if judges is None:
+        return shown
+    answered = record.answer
+    scores: dict[Stage, Mapping[str, Score]] = {"prompt": record.scores}
+    decisions: dict[Stage, Decision | None] = {"prompt": record.decision}
+    if answered is not None:
+        scores |= {"stream": answered.scores, "output": answered.scores}
+        decisions |= {"stream": answered.decision, "output": answered.decision}
+    shown["rules"] = _rules(judges.live, scores, decisions, record.deciding)
+    shown["detectors"] = _detectors(judges.live, record)
+    if judges.shadow is not None and record.shadow is not None:
+        beside = record.shadow
+        rules = _rules(judges.shadow, {"prompt": beside.scores}, {"prompt": beside.decision}, beside.decision)
+        shown["shadow"] = {"policy": beside.policy, "action": beside.decision.action, "rules": rules}
+    return shown
+
+
+def _rules(
+    policy: BoundPolicy,
+    scores: Mapping[Stage, Mapping[str, Score]],
+    decisions: Mapping[Stage, Decision | None],
+    deciding: Decision | None,
+) -> list[Json]:
+    """Every rule, of stages that were not come to as well. What hit is what was recorded: in a stream a rule stays hit
+    whatever its scores are at the end."""
+    shown = []
+    for stage in STAGES:
+        decision = decisions.get(stage)
+        hits = {hit.rule: hit for hit in decision.hits} if decision is not None else {}
+        for one in dissect(policy, scores.get(stage, {}), stage):
+            hit = hits.get(one.name)
+            shown.append(
+                {
+                    **asdict(one),
+                    "judged": decision is not None,
+                    "hit": hit is not None and not hit.on_error,
+                    "on_error": hit is not None and hit.on_error,
+                    "does": hit.action if hit is not None else one.does,
+                    "reason": hit.reason if hit is not None else one.reason,
+                    "decided": deciding is not None and deciding.rule == one.name,
+                }
+            )
+    return shown
+
+
+def _detectors(policy: BoundPolicy, record: RequestRecord) -> list[Json]:
+    """Each detector with its score: of the answer where it was scored there, else of the prompt."""
+    of_answer = record.answer.scores if record.answer is not None else {}
+    shown = []
+    for name, detector in policy.detectors.items():
+        score = of_answer.get(name, record.scores.get(name))
+        shown.append(
+            {
+                "name": name,
+                "kind": detector.kind,
+                "of": "answer" if name in of_answer else "prompt",
+                "status": score.status if score else "not_measured",
+                "value": score.value if score else None,
+                "reason": score.reason if score else "",
+                "thresholds": dict(detector.thresholds),
+                "details": dict(score.details) if score else {},
+                "passages": [[one.start, one.end, one.weight] for one in score.passages] if score else [],
+            }
+        )
+    return shown
+
+
+def calibration(policies: Sequence[BoundPolicy]) -> list[Json]:
+    """Of every policy's detectors, each calibration once, with the policies and names under which it is used."""
+    found: dict[int, Json] = {}
+    for policy in policies:
+        for name, detector in policy.detectors.items():
+            config = getattr(detector, "config", None)
+            same = id(config) if isinstance(config, ModelConfig) else id(detector)
+            key = next((k for k, one in found.items() if one["config"] == _config(detector)), same)
+            shown = found.setdefault(key, {"kind": detector.kind, "config": _config(detector), "used": []})
+            shown["used"].append({"policy": policy.name, "detector": name})
+            shown.setdefault("thresholds", dict(detector.thresholds))
+    return list(found.values())
+
+
+def _config(detector: AnyDetector) -> Json | None:
+    """What its file says of the model and of how it was measured; None of a detector that has no such file."""
+    config = getattr(detector, "config", None)
+    if not isinstance(config, ModelConfig):
+        return None
+    return config.model_dump(mode="json", include={"model_info", "verified", "published", "calibration"})

@@ -1,0 +1,237 @@
+"""The commands ``guard ledger …``: read options, call one function each, print, set the exit code. Own no logic."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from guard.help_texts import QUERY_END, SHOW_END, STATS_END, TAIL_END, VERIFY_END
+
+if TYPE_CHECKING:
+    from guard.telemetry.chain import Secret
+    from guard.telemetry.ledger_check import Anchor
+
+ledger_app = typer.Typer(
+    help="The ledger: one entry for every request. Its older files are read too.", no_args_is_help=True
+)
+
+LedgerOption = Annotated[
+    Path | None, typer.Option("--ledger", envvar="GUARD_LEDGER", help="The ledger; the proxy's own one if not given.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, an entry a line.")]
+SinceOption = Annotated[datetime | None, typer.Option(help="Only requests that came then or later, UTC.")]
+UntilOption = Annotated[datetime | None, typer.Option(help="Only requests that came then or before, UTC.")]
+
+UNUSABLE = 2
+"""Exit code when a command could not do its work at all."""
+
+
+@ledger_app.command("tail", epilog=TAIL_END)
+def tail(
+    ledger: LedgerOption = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the latest requests.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with those that come, until Ctrl-C.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the latest requests, the latest at the end."""
+    from guard.telemetry.ledger_reader import LedgerReadError, recent
+    from guard.telemetry.ledger_reader import follow as following
+
+    path = ledger or _own_ledger()
+    try:
+        _print(following(path, lines) if follow else reversed(recent(path, lines)), as_json=as_json)
+    except LedgerReadError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+@ledger_app.command("query", epilog=QUERY_END)
+def query(
+    ledger: LedgerOption = None,
+    request: Annotated[str | None, typer.Option(help="The request of this id.")] = None,
+    action: Annotated[str | None, typer.Option(help="What was decided: allow, flag, block, …")] = None,
+    policy: Annotated[str | None, typer.Option(help="Which policy judged.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Which rule hit, in shadow too.")] = None,
+    outcome: Annotated[str | None, typer.Option(help="How it ended: completed, blocked, client_gone, …")] = None,
+    key: Annotated[str | None, typer.Option(help="Id of the API key.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant of the key.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model that was asked for.")] = None,
+    route: Annotated[str | None, typer.Option(help="Path, such as /v1/chat/completions.")] = None,
+    score: Annotated[
+        list[str] | None, typer.Option(help="DETECTOR=NUMBER: those that it gave this score or more.")
+    ] = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most requests to show.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Show requests that fit, the newest first."""
+    from guard.telemetry.ledger_query import Query, matching
+    from guard.telemetry.ledger_reader import LedgerReadError, find
+
+    path = ledger or _own_ledger()
+    asked = dict(action=action, policy=policy, outcome=outcome, key=key, tenant=tenant, model=model, route=route)
+    values = {name: value for name, value in asked.items() if value is not None}
+    wanted = Query(values, rule, _scores(score or []), _utc(since), _utc(until))
+    try:
+        if request is not None:
+            entry = find(path, request)
+            found = iter([entry] if entry is not None and wanted.fits(entry) else [])
+        else:
+            found = itertools.islice(matching(path, wanted), limit)
+        count = _print(found, as_json=as_json)
+    except LedgerReadError as error:
+        _fail(str(error))
+    raise typer.Exit(0 if count else 1)
+
+
+@ledger_app.command("show", epilog=SHOW_END)
+def show(
+    request: Annotated[str, typer.Argument(help="The request's id.")],
+    ledger: LedgerOption = None,
+    content: Annotated[bool, typer.Option("--content", help="Its text too, if its policy had it captured.")] = False,
+) -> None:
+    """Print all that is known of one request, as JSON."""
+    from dataclasses import asdict
+
+    from guard.telemetry.ledger_reader import LedgerReadError, captured, find
+
+    path = ledger or _own_ledger()
+    try:
+        entry = find(path, request)
+        text = captured(path, request) if content else None
+    except LedgerReadError as error:
+        _fail(str(error))
+    if entry is None:
+        _fail(f"{path}: has no request {request!r}")
+    told: dict[str, Any] = {"entry": entry}
+    if content:
+        told["content"] = None if text is None else asdict(text)
+    typer.echo(json.dumps(told, indent=2, default=str))
+
+
+@ledger_app.command("verify", epilog=VERIFY_END)
+def verify(
+    ledger: LedgerOption = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the secret of the chain. Default: what GUARD_LEDGER_KEY has, else none."),
+    ] = None,
+    since: Annotated[
+        int, typer.Option(min=1, help="Tell of entries from this number on: those before are known to have problems.")
+    ] = 1,
+    anchor: Annotated[
+        list[str] | None,
+        typer.Option(help="NUMBER:HASH of an entry, noted earlier somewhere else: it must be there as it was."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check that no entry was removed, changed, moved or added; name file, line and what is wrong."""
+    from guard.telemetry.ledger_check import check
+    from guard.telemetry.ledger_reader import LedgerReadError
+
+    try:
+        found = check(ledger or _own_ledger(), _secret(key_file), since, [_anchor(one) for one in anchor or ()])
+    except LedgerReadError as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        for problem in found.problems:
+            typer.echo(f"{problem}")
+        for note in found.notes:
+            typer.echo(f"note: {note}")
+        typer.echo(found.summary())
+    raise typer.Exit(1 if found.problems else 0)
+
+
+@ledger_app.command("stats", epilog=STATS_END)
+def stats(
+    ledger: LedgerOption = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Count requests by policy, action, outcome and rule; times and tokens."""
+    from guard.telemetry.ledger_query import Query, matching
+    from guard.telemetry.ledger_reader import LedgerReadError, entries
+    from guard.telemetry.ledger_stats import stats
+
+    path, wanted = ledger or _own_ledger(), Query(since=_utc(since), until=_utc(until))
+    try:
+        found = stats(matching(path, wanted) if since or until else entries(path))
+    except LedgerReadError as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        for line in found.lines():
+            typer.echo(line)
+
+
+def _print(entries: Iterable[dict[str, Any]], *, as_json: bool) -> int:
+    """As they come; how many there were."""
+    from guard.telemetry.ledger_stats import one_line
+
+    count = 0
+    for entry in entries:
+        typer.echo(json.dumps(entry, separators=(",", ":")) if as_json else one_line(entry))
+        count += 1
+    return count
+
+
+def _scores(given: list[str]) -> dict[str, float]:
+    scores = {}
+    for one in given:
+        name, _, number = one.partition("=")
+        try:
+            scores[name] = float(number)
+        except ValueError:
+            _fail(f"--score {one}: is DETECTOR=NUMBER")
+    return scores
+
+
+def _anchor(given: str) -> Anchor:
+    from guard.telemetry.ledger_check import Anchor
+
+    number, _, hash_ = given.partition(":")
+    if not number.isdecimal() or len(hash_) != 64 or set(hash_) - set("0123456789abcdef"):
+        _fail(f"--anchor {given}: is NUMBER:HASH, as guard ledger verify prints it")
+    return Anchor(int(number), hash_)
+
+
+def _secret(file: Path | None) -> Secret | None:
+    import os
+
+    from guard.telemetry.chain import Secret
+
+    # Never an option: other users of the machine see those.
+    given = os.environ.get("GUARD_LEDGER_KEY")
+    if file is not None:
+        try:
+            given = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            _fail(f"--key-file {file}: cannot be read")
+    return Secret.of(given) if given else None
+
+
+def _utc(time: datetime | None) -> datetime | None:
+    return time if time is None or time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _own_ledger() -> Path:
+    from guard.paths import state_folder
+
+    return state_folder() / "ledger.jsonl"
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"guard: {message}", err=True)
+    raise typer.Exit(UNUSABLE)

@@ -1,0 +1,171 @@
+"""Reading a ledger: its latest entries, one request's, and the text that was captured of it.
+
+The one place that knows how entries lie in files, for the console, ``guard ledger``, replay and calibration: rotated
+files are read too, the newest entry first where that is quicker. Never writes. What is not an entry, such as half a
+line after a crash, is passed over; ``ledger_check.py`` is what looks at it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from guard.telemetry.content import Captured, find_captured
+from guard.telemetry.ledger_files import (
+    BLOCK_BYTES,
+    content_folder,
+    ledger_files,
+    lines_backwards,
+    lines_forwards,
+    lines_with,
+    open_all,
+)
+
+Entry = dict[str, Any]
+"""One request, by the fields of ``guard.telemetry.record.ENTRY_FIELDS`` and ``chain``."""
+
+
+class LedgerReadError(ValueError):
+    """A ledger that cannot be read, or lacks what was asked for."""
+
+
+def entries(path: Path) -> Iterator[Entry | None]:
+    """Every line, the oldest first; None for one that is no entry. Raises ``LedgerReadError``."""
+    try:
+        for line in lines_forwards(path):
+            yield parsed(line)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def newest_first(path: Path) -> Iterator[Entry]:
+    """Every entry, the newest first. Raises ``LedgerReadError``."""
+    try:
+        for line in lines_backwards(path):
+            entry = parsed(line)
+            if entry is not None:
+                yield entry
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def recent(path: Path, count: int) -> list[Entry]:
+    """The latest ``count`` entries, the newest first. Reads no more of the files than these take.
+
+    Raises ``LedgerReadError``.
+    """
+    found: list[Entry] = []
+    for entry in newest_first(path):
+        if len(found) >= count:
+            break
+        found.append(entry)
+    return found
+
+
+def find(path: Path, request_id: str) -> Entry | None:
+    """The latest entry of a request, by its own id or by the client's, which several may have.
+
+    Raises ``LedgerReadError``.
+    """
+    try:
+        opened = open_all(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    try:
+        for _, file in reversed(opened):
+            for line in lines_with(file, json.dumps(request_id).encode()):
+                entry = parsed(line)
+                if entry is not None and request_id in (entry["request_id"], entry.get("client_request_id")):
+                    return entry
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    finally:
+        for _, file in opened:
+            file.close()
+    return None
+
+
+def captured(path: Path, request_id: str) -> Captured | None:
+    """The text that was kept of a request. None when its policy allowed none, or its retention is over.
+
+    Raises ``LedgerReadError``.
+    """
+    entry = find(path, request_id)
+    kept = entry.get("captured") if entry is not None else None
+    if entry is None or not isinstance(kept, dict):
+        return None
+    try:
+        expires, sha256 = date.fromisoformat(str(kept["expires"])), str(kept["sha256"])
+    except (LookupError, ValueError):
+        return None
+    try:
+        return find_captured(content_folder(path), str(entry["request_id"]), expires, sha256)
+    except OSError as error:
+        raise _unreadable(content_folder(path), error) from None
+
+
+def follow(path: Path, count: int, every_s: float = 0.2) -> Iterator[Entry]:
+    """The latest ``count`` entries, the oldest first, and then for ever those that come, across rotation.
+
+    Raises ``LedgerReadError``.
+    """
+    try:
+        file = path.open("rb")
+        # Opened first: what comes meanwhile may be read twice, and is told once.
+        file.seek(0, os.SEEK_END)
+        shown = 0
+        for entry in reversed(recent(path, count)):
+            shown = max(shown, _number(entry))
+            yield entry
+        rest = b""
+        while True:
+            # Asked before reading: what was written to a file that is rotated by now is all there.
+            newer = _after(path, file)
+            while data := file.read(BLOCK_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    later = parsed(line)
+                    if later is not None and not 0 < _number(later) <= shown:
+                        yield later
+            if newer is None:
+                time.sleep(every_s)
+                continue
+            file.close()
+            file, rest = newer.open("rb"), b""
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _number(entry: Entry) -> int:
+    """In the chain; 0 for an entry of an older version."""
+    chain = entry.get("chain")
+    n = chain.get("n") if isinstance(chain, dict) else None
+    return n if isinstance(n, int) else 0
+
+
+def _after(path: Path, file: BinaryIO) -> Path | None:
+    """The ledger's file after an open one; None while that is the last."""
+    files = ledger_files(path)
+    for at, one in enumerate(files):
+        if os.path.samestat(one.stat(), os.fstat(file.fileno())):
+            return files[at + 1] if at + 1 < len(files) else None
+    # It is deleted, so all that are left are later ones.
+    return files[0]
+
+
+def parsed(line: bytes) -> Entry | None:
+    """A line as an entry; None for what is none."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) and "request_id" in entry else None
+
+
+def _unreadable(path: Path, error: OSError) -> LedgerReadError:
+    return LedgerReadError(f"{path}: cannot be read: {error.strerror}")

@@ -1,0 +1,74 @@
+"""The requests that ended last, in memory, for those who look on: the console.
+
+Owns how many are kept and waiting for the next one. Of this process alone, gone with it; what is to last is in the
+ledger. Holds no text of a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from guard.policy import Judges
+from guard.telemetry.record import RequestRecord
+
+
+@dataclass(frozen=True)
+class Finished:
+    """``number``: counts up from 1, in the order in which requests ended. ``judges``: as they were for this request,
+    whatever was reloaded since; None where it did not come to them."""
+
+    number: int
+    record: RequestRecord
+    judges: Judges | None
+
+
+class Recent:
+    """At most ``capacity`` of them; 0 keeps none."""
+
+    def __init__(self, capacity: int) -> None:
+        self._kept: deque[Finished] = deque(maxlen=capacity)
+        self._number = 0
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    @property
+    def newest(self) -> int:
+        """Number of the last that ended; 0 before any."""
+        return self._number
+
+    def add(self, record: RequestRecord, judges: Judges | None) -> Finished:
+        self._number += 1
+        finished = Finished(self._number, record, judges)
+        self._kept.append(finished)
+        self._wake()
+        return finished
+
+    def after(self, number: int) -> list[Finished]:
+        """Those with a higher number, as far as they are kept, the oldest first."""
+        return [one for one in self._kept if one.number > number]
+
+    def get(self, number: int) -> Finished | None:
+        """None when it is not kept any more, or was never there."""
+        at = number - self._kept[0].number if self._kept else -1
+        return self._kept[at] if 0 <= at < len(self._kept) else None
+
+    async def wait(self, number: int, limit_s: float) -> None:
+        """Until there is one after ``number``, for at most ``limit_s`` seconds; not at all once it is closed."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._number <= number and not self._closed:
+                    await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def close(self) -> None:
+        """Nobody waits any more: the process stops."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        # A new event, since whoever waited for the old one must not wait for one that stays set.
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,190 @@
+"""The console in a real browser: with the keyboard, in both themes, on a phone, and with prompts that attack it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.console.conftest import Console
+from tests.proxy.conftest import BLOCKED, CLEAN, FLAGGED
+
+playwright = pytest.importorskip("playwright.async_api", reason="needs playwright: make install")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+
+ATTACKS = (
+    "<script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 2'>",
+    "<svg onload=window.hacked=3>",
+    "'\"><iframe srcdoc='<script>parent.hacked=4</script>'>",
+    "</textarea></pre><details open ontoggle=window.hacked=5>",
+    "javascript:window.hacked=6",
+    "{{constructor.constructor('window.hacked=7')()}} ${window.hacked=8}",
+    "<a href='javascript:window.hacked=9' autofocus onfocus=window.hacked=10>here</a>",
+    "<style>@import 'http://127.0.0.1:9/x'; *{background:url(http://127.0.0.1:9/y)}</style>",
+    "<meta http-equiv=refresh content='0;url=http://127.0.0.1:9/'><base href='http://127.0.0.1:9/'>",
+    "\u202etxet\u0000\ufffe\u2028<b>x</b>",
+)
+
+WATCH = """
+window.violations = [];
+addEventListener('securitypolicyviolation', (event) => violations.push(event.violatedDirective));
+"""
+
+
+class Tab:
+    """A page in which somebody has signed in with the keyboard, and what went wrong in it."""
+
+    def __init__(self, page: Any, console: Console) -> None:
+        self.page, self.console = page, console
+        self.errors: list[str] = []
+        self.elsewhere: list[str] = []
+        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", self._asked)
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith(self.console.admin_url):
+            self.elsewhere.append(request.url)
+
+    async def sign_in(self) -> None:
+        await self.page.goto(f"{self.console.admin_url}/console/")
+        await self.page.wait_for_selector("form.sign-in input:focus")
+        await self.page.keyboard.type(self.console.admin_key)
+        await self.page.keyboard.press("Enter")
+        await self.page.wait_for_selector("table.requests")
+
+    async def press(self, *keys: str) -> None:
+        for key in keys:
+            await self.page.keyboard.press(key)
+
+    async def text(self, selector: str) -> str:
+        return str(await self.page.inner_text(selector))
+
+    async def fits(self) -> bool:
+        """Whether nothing stands out to the right."""
+        return bool(await self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+
+    async def check(self) -> None:
+        """Nothing was broken, nothing was refused by the content security policy, nothing came from elsewhere."""
+        assert (self.errors, self.elsewhere) == ([], [])
+        assert await self.page.evaluate("violations") == []
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Any]:
+    async with playwright.async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        await browser.close()
+
+
+@asynccontextmanager
+async def opened(
+    browser: Any, console: Console, size: dict[str, int] = DESK, scheme: str = "light"
+) -> AsyncIterator[Tab]:
+    context = await browser.new_context(viewport=size, color_scheme=scheme)
+    await context.add_init_script(WATCH)
+    tab = Tab(await context.new_page(), console)
+    await tab.sign_in()
+    yield tab
+    await tab.check()
+
+
+async def test_with_the_keyboard_alone_a_request_is_seen_as_it_ends_and_why(browser: Any, console: Console) -> None:
+    console.engine.logit = CLEAN
+    await console.chat()
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector("tr[data-number='1'] .action-allow")
+        console.engine.logit = BLOCKED
+        await console.chat()
+        await tab.page.wait_for_selector("tr[data-number='2'] .action-block")  # by itself
+        await tab.press("p")
+        console.engine.logit = FLAGGED
+        await console.chat()
+        await tab.page.wait_for_selector("text=paused; 1 newer")
+        assert await tab.page.locator("tr[data-number='3']").count() == 0
+        await tab.press("p")
+        await tab.page.wait_for_selector("tr[data-number='3']")
+        # Down to the second line, which is the block, and into it.
+        await tab.press("j", "j", "Enter")
+        await tab.page.wait_for_selector(".rule.decided")
+        assert "stop" in await tab.text(".rule.decided")
+        assert "0.900" in await tab.text(".rule.decided")
+        assert await tab.page.title() == "Request 2 · mia-guard"
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        await tab.press("Tab")
+        assert await tab.page.evaluate(outline) != "none"
+        await tab.press("Escape")
+        await tab.page.wait_for_selector("table.requests")
+        await tab.press("?")
+        assert "along the tokens" in await tab.text("dialog[open]")
+        await tab.press("Escape", "3")
+        await tab.page.wait_for_selector(".calibration")
+        # A filter leaves what fits it.
+        await tab.press("1")
+        await tab.page.click(".chip.action-block")
+        assert await tab.page.locator("tbody tr").count() == 1
+
+
+async def test_what_clients_write_is_text_and_a_prompt_is_tried_and_looked_into(browser: Any, console: Console) -> None:
+    for attack in ATTACKS:
+        await console.chat(model=attack)
+    console.engine.logit = BLOCKED
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector(f"tr[data-number='{len(ATTACKS)}']")
+        assert ATTACKS[0] in await tab.text("tr[data-number='1'] td.model")
+        await tab.page.evaluate("location.hash = '/requests/2'")
+        await tab.page.wait_for_selector("dl.facts")
+        assert ATTACKS[1] in await tab.text("dl.facts")
+        await tab.press("2")
+        await tab.page.wait_for_selector("form.playground")
+        await tab.page.fill("[name=prompt]", "\n".join(ATTACKS))
+        await tab.press("Control+Enter")
+        await tab.page.wait_for_selector(".outcome:nth-child(2)")
+        assert [await one.inner_text() for one in await tab.page.query_selector_all(".outcome h2")] == [
+            "test",
+            "second",
+        ]
+        await tab.page.click(".outcome:nth-child(2) a")
+        await tab.page.wait_for_selector(".message")
+        shown = await tab.page.text_content("main")
+        assert all(attack.split("\u0000")[0] in shown for attack in ATTACKS)
+        await tab.press("i")
+        await tab.page.wait_for_selector(".tokens .of-answer")
+        colours = "[...document.querySelectorAll('.token')].map((one) => +one.style.getPropertyValue('--heat'))"
+        heat = await tab.page.evaluate(colours)
+        assert heat == sorted(heat)
+        assert heat[-1] > 0.9
+        before = await tab.text(".readout")
+        await tab.page.focus(".tokens")
+        await tab.press("ArrowLeft")
+        assert await tab.text(".readout") != before
+        assert await tab.page.evaluate("window.hacked") is None
+
+
+async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: Console) -> None:
+    console.engine.logit = FLAGGED
+    await console.chat(model="a-model-with-a-rather-long-name-" * 4)
+    for size, scheme in ((DESK, "dark"), (PHONE, "light")):
+        async with opened(browser, console, size, scheme) as tab:
+            await tab.page.wait_for_selector("tr[data-number='1']")
+            paper = await tab.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+            bright = sum(int(part) for part in paper.removeprefix("rgb(").removesuffix(")").split(","))
+            assert (bright < 384) == (scheme == "dark")
+            assert await tab.fits()
+            await tab.page.click("tr[data-number='1']")
+            await tab.page.wait_for_selector(".rules")
+            assert await tab.fits()
+            for key, selector in (("2", "form.playground"), ("3", ".calibration")):
+                await tab.press(key)
+                await tab.page.wait_for_selector(selector)
+                assert await tab.fits()

@@ -1,0 +1,170 @@
+"""The commands ``guard ledger``, as an operator and a CI job call them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from detectors.base import Score
+from guard.cli import app
+from guard.telemetry.chain import Secret
+from guard.telemetry.ledger_file import Keeping, LedgerFile
+from guard.telemetry.ledger_files import rotated_files
+from tests.telemetry.records import blocked, record
+
+runner = CliRunner()
+SECRET = "a secret of the operator's"  # noqa: S105
+
+
+def ledger(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    done = runner.invoke(app, ["ledger", *arguments], env={"GUARD_LEDGER_KEY": "", **environment})
+    return done.exit_code, done.stdout, done.stderr
+
+
+def write(path: Path, entries: list[dict[str, Any]], secret: str | None = None, max_bytes: int = 4096) -> None:
+    file = LedgerFile(path, Secret.of(secret) if secret else None, Keeping(max_bytes=max_bytes))
+    for one in entries:
+        assert file.append([json.dumps(one, separators=(",", ":")).encode()]) == (1, None)
+    file.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Twelve requests in several files, of which every third was blocked."""
+    path = tmp_path / "ledger.jsonl"
+    made = []
+    for i in range(12):
+        one = blocked() if i % 3 == 0 else record(outcome="completed", status=200, model="smollm2-135m")
+        one.request_id, one.scores = f"r-{i}", {"injection": Score("scored", i / 12)}
+        made.append({**one.to_entry(), "time": f"2026-11-{10 + i}T12:00:00.000+00:00"})
+    write(path, made)
+    assert len(rotated_files(path)) > 1
+    return path
+
+
+def ids(output: str) -> list[str]:
+    return [json.loads(line)["request_id"] for line in output.splitlines()]
+
+
+def test_tail_shows_the_latest_requests_the_latest_last(path: Path) -> None:
+    code, out, _ = ledger("tail", "--ledger", str(path), "-n", "8", "--json")
+    assert (code, ids(out)) == (0, [f"r-{i}" for i in range(4, 12)])
+    code, out, _ = ledger("tail", "--ledger", str(path), "-n", "3")
+    assert code == 0
+    assert [line.split()[-1] for line in out.splitlines()] == ["r-9", "r-10", "r-11"]
+    assert "block   injection" in out.splitlines()[0]
+
+
+def test_tail_goes_on_with_what_comes_across_rotation(path: Path) -> None:
+    command = [sys.executable, "-m", "guard", "ledger", "tail", "--ledger", str(path), "-n", "1", "-f", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    limit = threading.Timer(60, process.kill)
+    limit.start()
+    try:
+        assert process.stdout is not None
+        lines: Iterator[str] = iter(process.stdout.readline, "")
+        assert ids(next(lines)) == ["r-11"]
+        before = len(rotated_files(path))
+        write(path, [{**record().to_entry(), "request_id": f"n-{i}"} for i in range(12)])
+        assert len(rotated_files(path)) > before
+        assert [ids(next(lines))[0] for _ in range(12)] == [f"n-{i}" for i in range(12)]
+    finally:
+        limit.cancel()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (("--action", "block"), [9, 6, 3, 0]),
+        (("--rule", "injection", "--limit", "2"), [9, 6]),
+        (("--rule", "distracted"), [9, 6, 3, 0]),
+        (("--action", "none", "--outcome", "completed", "--since", "2026-11-18"), [11, 10, 8]),
+        (("--until", "2026-11-11T12:00:00"), [1, 0]),
+        (("--score", "injection=0.75"), [11, 10, 9]),
+        (("--policy", "default", "--model", "smollm2-135m", "--route", "/v1/chat/completions", "--limit", "1"), [11]),
+        (("--request", "r-5"), [5]),
+    ],
+)
+def test_query_shows_what_fits_the_newest_first(path: Path, asked: tuple[str, ...], expected: list[int]) -> None:
+    code, out, err = ledger("query", "--ledger", str(path), "--json", *asked)
+    assert (code, ids(out), err) == (0, [f"r-{i}" for i in expected], "")
+
+
+def test_query_without_a_hit_exits_with_one_and_with_nonsense_with_two(path: Path) -> None:
+    assert ledger("query", "--ledger", str(path), "--tenant", "nobody")[0] == 1
+    assert ledger("query", "--ledger", str(path), "--request", "r-5", "--action", "block")[0] == 1
+    code, _, err = ledger("query", "--ledger", str(path), "--score", "injection")
+    assert (code, err) == (2, "guard: --score injection: is DETECTOR=NUMBER\n")
+
+
+def test_show_prints_one_request_and_says_when_no_text_was_kept(path: Path) -> None:
+    code, out, _ = ledger("show", "r-3", "--ledger", str(path), "--content")
+    assert code == 0
+    told = json.loads(out)
+    assert (told["entry"]["action"], told["content"]) == ("block", None)
+    assert ledger("show", "r-99", "--ledger", str(path))[0] == 2
+
+
+def test_stats_count_all_files(path: Path) -> None:
+    code, out, _ = ledger("stats", "--ledger", str(path), "--json")
+    told = json.loads(out)
+    assert (code, told["requests"], told["action"], told["rules"]) == (0, 12, {"none": 8, "block": 4}, {"injection": 4})
+    assert told["detectors"]["injection"] == {"scored": 12}
+    assert told["times_ms"]["total"] == {"p50": 32.1, "p95": 32.1, "p99": 32.1, "max": 32.1}
+    assert (told["first_time"], told["last_time"]) == ("2026-11-10T12:00:00.000+00:00", "2026-11-21T12:00:00.000+00:00")
+    code, out, _ = ledger("stats", "--ledger", str(path), "--since", "2026-11-20")
+    assert out.startswith("2 requests, 2026-11-20T12:00:00.000+00:00 to 2026-11-21")
+
+
+def test_verify_exits_with_zero_and_prints_the_anchor_that_it_later_takes(path: Path) -> None:
+    code, out, _ = ledger("verify", "--ledger", str(path))
+    assert code == 0
+    assert out.startswith("the chain holds: 12 entries in ")
+    anchor = out.split()[-1]
+    assert ledger("verify", "--ledger", str(path), "--anchor", anchor)[0] == 0
+    code, out, _ = ledger("verify", "--ledger", str(path), "--anchor", f"12:{'0' * 64}")
+    assert (code, out.splitlines()[0].partition(": ")[2]) == (1, "entry 12 has another hash than was noted")
+    assert ledger("verify", "--ledger", str(path), "--anchor", "12")[0] == 2
+
+
+def test_verify_names_file_line_and_what_is_wrong_and_exits_with_one(path: Path) -> None:
+    file = rotated_files(path)[1]
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[0].replace('"smollm2', '"Smollm2'), *lines[1:]]))
+    n = json.loads(lines[0])["chain"]["n"]
+    code, out, _ = ledger("verify", "--ledger", str(path))
+    assert code == 1
+    assert out.splitlines()[0] == (
+        f"{file.name}:1: entry {n} is not what was written, or what is before it: its hash does not fit"
+    )
+    code, out, _ = ledger("verify", "--ledger", str(path), "--json")
+    told = json.loads(out)
+    assert (code, told["holds"], told["problems"][0]["file"], told["problems"][0]["line"]) == (1, False, file.name, 1)
+    assert ledger("verify", "--ledger", str(path), "--since", str(n + 1))[0] == 0
+
+
+def test_verify_takes_the_secret_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    path, key = tmp_path / "ledger.jsonl", tmp_path / "key"
+    write(path, [record().to_entry()], SECRET)
+    key.write_text(SECRET + "\n")
+    assert ledger("verify", "--ledger", str(path), "--key-file", str(key))[0] == 0
+    assert ledger("verify", "--ledger", str(path), GUARD_LEDGER_KEY=SECRET)[0] == 0
+    assert ledger("verify", "--ledger", str(path), GUARD_LEDGER_KEY="another secret")[0] == 1
+    code, _, err = ledger("verify", "--ledger", str(path))
+    assert (code, err) == (2, "guard: ledger.jsonl:1: is keyed; the secret is needed to check it\n")
+
+
+@pytest.mark.parametrize("command", [("tail",), ("query",), ("show", "r"), ("verify",), ("stats",)])
+def test_a_ledger_that_is_not_there_is_exit_code_two(tmp_path: Path, command: tuple[str, ...]) -> None:
+    code, _, err = ledger(*command, "--ledger", str(tmp_path / "none.jsonl"))
+    assert (code, err) == (2, f"guard: {tmp_path / 'none.jsonl'}: cannot be read: No such file or directory\n")
