@@ -190,7 +190,7 @@ async def _ask(
                 chat_form.route,
                 raw,
                 exchange.record.request_id + suffix,
-                exchange.headers,
+                exchange.context,
                 early=False,
                 affinity=affinity_of({"model": model, "prompt": documents[0]}),
             )
