@@ -37,7 +37,7 @@ def test_lint_checks_files_of_every_kind_and_folders_as_a_whole(policy: Path) ->
     (folder / "p.tests.yaml").write_text("version: 1\ntests: [{name: x, expect: flag}]\n")
     done = guard("lint", *sorted(folder.glob("*.yaml")), folder)
     assert done.exit_code == 0, done.output
-    assert [text.split(": ")[1].split(" (")[0] for text in done.output.splitlines()] == ["ok"] * 5
+    assert [text.split(": ")[1].split(" (")[0] for text in done.output.splitlines()] == ["ok"] * 7
     (folder / "selection.yaml").write_text("version: 1\ndefault: q\n")
     done = guard("lint", folder)
     assert done.exit_code == 1
