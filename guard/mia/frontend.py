@@ -3,7 +3,8 @@
 Relies on (vLLM 0.29): HfRenderer.{render_messages, render_messages_async}, safe_apply_chat_template,
 BaseRenderer.{process_for_engine, process_for_engine_async},
 AsyncLLM.generate, InputProcessor.process_inputs, OutputProcessor.{add_request, process_outputs, request_states},
-RequestState.{external_req_id, request_index}, EngineCoreOutput.kv_transfer_params,
+RequestState.{external_req_id, request_index, stats}, RequestStateStats.{queued_ts, scheduled_ts},
+EngineCoreOutput.kv_transfer_params,
 TokensInput["prompt_token_offsets"].
 What belongs to one request lives in one ``RequestContext``, found through a context variable while the request is
 prepared and through its engine state afterwards. Requests without a spec run vLLM's code unchanged.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,6 +32,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from guard.mia.assembly import Asked
 from guard.mia.inbox import Inbox, Waiting
+from guard.mia.metrics import engine_metrics
 from guard.mia.patching import wrap
 from guard.mia.results import Readout, Readouts, Stage, SteeringReport, not_complete, with_token_ids
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, split_joined
@@ -147,6 +150,7 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
     if resolved.unavailable and not spec.asks:
         # Nothing is left for the engine to read, so nothing would come back from it.
         prepared = context.prompts[request_id]
+        engine_metrics().count_readouts(prepared.unavailable.values())
         context.deliver(_readouts(prepared, prepared.unavailable, ids, 0, "prompt"))
     params = params.clone()
     asked = {"spec": spec.to_wire(), "steered_from": first_steered(spec, len(ids))}
@@ -275,7 +279,11 @@ def _generate(
         context = _current.get()
         if context is None:
             raise _unseen()
-        prompt, sampling_params = prepare(context, prompt, sampling_params, request_id)
+        try:
+            prompt, sampling_params = prepare(context, prompt, sampling_params, request_id)
+        except VLLMValidationError:
+            engine_metrics().refused_specs.inc()
+            raise
     return original(engine, prompt, sampling_params, request_id, *args, **kwargs)
 
 
@@ -306,7 +314,9 @@ def _add_request(original: Any, processor: OutputProcessor, request: Any, *args:
     original(processor, request, *args, **kwargs)
     context = _current.get()
     state: Any = processor.request_states.get(request.request_id)
-    if context is not None and state is not None:
+    asking = context is not None and state is not None
+    engine_metrics().count_request(context.spec if context is not None and asking else None)
+    if context is not None and asking:
         inbox = processor.__dict__.setdefault(INBOX_ATTRIBUTE, Inbox())
         prompt = context.prompts[state.external_req_id]
         inbox.add(request.request_id, Waiting(prompt.asked, Choice(context, prompt, state)))
@@ -316,6 +326,7 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
     inbox: Inbox | None = processor.__dict__.get(INBOX_ATTRIBUTE)
     if inbox is None or not inbox.waiting:
         return original(processor, outputs, *args, **kwargs)
+    read: list[Choice] = []
     for output in outputs:
         if output.kv_transfer_params and "mia" in output.kv_transfer_params:
             inbox.receive(output.kv_transfer_params.pop("mia"))
@@ -325,18 +336,35 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
             choice: Choice = waiting.destination
             prompt = choice.prompt
             items |= prompt.unavailable
+            read.append(choice)
+            _measure(items, inbox, "prompt")
             choice.context.deliver(_readouts(prompt, items, prompt.token_ids, choice.index, "prompt"))
         if waiting is not None and not output.finished and waiting.destination.context.shows_progress:
             _show_progress(waiting.destination, inbox.progress(output.request_id))
     processed = original(processor, outputs, *args, **kwargs)
+    for choice in read:
+        # vLLM has taken the times over by now, if it keeps any.
+        if (stats := choice.state.stats) is not None:
+            engine_metrics().queue_wait.observe(max(0.0, stats.scheduled_ts - stats.queued_ts))
     for output in outputs:
         if output.request_id in inbox.waiting and output.request_id not in processor.request_states:
             choice = inbox.waiting[output.request_id].destination
-            _finish(choice, *inbox.end(output.request_id))
+            items, steering = inbox.end(output.request_id)
+            if items:
+                _measure(items, inbox, "final")
+            engine_metrics().count_steering(choice.context.spec, steering)
+            _finish(choice, items, steering)
     if len(inbox.waiting) > len(processor.request_states):
         # Requests whose client has left end without an output.
         inbox.forget(list(inbox.waiting.keys() - processor.request_states.keys()))
     return processed
+
+
+def _measure(items: dict[str, Readout], inbox: Inbox, stage: Stage) -> None:
+    """Readouts have been put together."""
+    metrics = engine_metrics()
+    metrics.count_readouts(items.values())
+    metrics.courier_lag.labels(stage).observe(max(0.0, time.time() - inbox.step_ended_at_s))
 
 
 def _show_progress(choice: Choice, items: dict[str, Readout] | None) -> None:

@@ -30,6 +30,8 @@ class Inbox:
         self._assemblers: dict[str, Assembler] = {}
         self._asked: dict[str, Asked] = {}
         self.waiting: dict[str, Waiting] = {}
+        self.step_ended_at_s = 0.0
+        """Of the step whose record came last, in seconds since 1970 by the worker's clock."""
 
     def add(self, request_id: str, waiting: Waiting) -> None:
         self.waiting[request_id] = waiting
@@ -42,6 +44,7 @@ class Inbox:
             if (assembler := self._assemblers.get(ring.path)) is None:
                 assembler = self._assemblers[ring.path] = Assembler(ring)
             assembler.take(record, self._asked)
+            self.step_ended_at_s = record.ended_at_s
 
     def prompt(self, request_id: str) -> dict[str, Readout] | None:
         """The readouts of a prompt, once, as soon as they are all there."""

@@ -7,6 +7,7 @@ requests it is of. The engine's core passes messages on and looks at none.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,7 @@ class StepCopies:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The same as arrays."""
+    """The same as arrays. ``ended_at_s``: when they were complete, in seconds since 1970 by the worker's clock."""
 
     layout: StepLayout
     offset: int
@@ -57,6 +58,7 @@ class StepRecord:
     opened_at: npt.NDArray[np.int32]
     weights: dict[Rows, FloatArray]
     queries: dict[Rows, QKReadout]
+    ended_at_s: float
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class _Body:
     opened_at: bytes
     weights: list[tuple[Rows, tuple[int, ...], bytes]]
     queries: list[tuple[Rows, dict[str, Any]]]
+    ended_at_s: float
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -114,6 +117,7 @@ class RecordWriter:
             copies.opened_at.numpy().tobytes(),
             [(rows, tuple(one.shape), one.numpy().tobytes()) for rows, one in copies.weights.items()],
             [(rows, _qk.dump_python(one, context=RAW)) for rows, one in copies.queries.items()],
+            time.time(),
         )
         data = _encoder.encode(body)
         if copies.layout.number == self._layout:
@@ -144,5 +148,6 @@ class RecordReader:
             np.frombuffer(fields.opened_at, np.int32),
             {rows: np.frombuffer(data, np.float32).reshape(shape) for rows, shape, data in fields.weights},
             {rows: _qk.validate_python(one) for rows, one in fields.queries},
+            fields.ended_at_s,
         )
         return known.ring, record

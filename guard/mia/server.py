@@ -23,6 +23,7 @@ from guard.mia.compat import CompatConfig, compat_of
 from guard.mia.compat_request import asks, requested_spec, without_keys
 from guard.mia.engine_config import EngineConfig, configured
 from guard.mia.frontend import RequestContext, active, keys_from_cache
+from guard.mia.metrics import engine_metrics
 from guard.mia.results import EVENT_OBJECT, Readout, Readouts, not_complete, size_bytes
 from guard.mia.spec import MiaSpec, SpecError
 from guard.mia.vector_routes import vectors_of
@@ -77,6 +78,7 @@ class MiaMiddleware:
             early = not request.get("stream") and (EARLY_HEADER, b"1") in scope["headers"]
             _check_compatible(request, spec, early)
         except SpecError as error:
+            engine_metrics().refused_specs.inc()
             return await _send_error(send, error)
         cached = keys_from_cache(scope["app"].state.vllm_config)
         progress = request.get("stream") is True and spec.deliver == "answer" and spec.progress_tokens is not None
@@ -100,7 +102,11 @@ class MiaMiddleware:
 
     async def _live(self, scope: Message, receive: Receive, send: Send) -> None:
         """The application's life. A folder for artifacts that cannot be used ends it before it begins."""
-        store = artifact_store(configured(scope["app"].state.vllm_config.additional_config))
+        taps = configured(scope["app"].state.vllm_config.additional_config)
+        metrics = engine_metrics()
+        metrics.bank_vectors.set(0 if taps is None else len(taps.steering_vectors))
+        metrics.bank_capacity.set(0 if taps is None else taps.bank_capacity)
+        store = artifact_store(taps)
         if store is None:
             return await self.app(scope, receive, send)
         try:
@@ -212,6 +218,8 @@ def _write(store: ArtifactStore, readouts: list[Readouts], file_format: FileForm
     try:
         artifact = store.write(readouts, file_format)
     except NoSpaceError as error:
+        complete = sum(item.status == "complete" for one in readouts for item in one.items.values())
+        engine_metrics().count_dropped(str(error), complete)
         return _event([dropped(one, str(error)) for one in readouts])
     except OSError:
         log.exception("an artifact could not be written")
@@ -316,6 +324,7 @@ class _Answer:
                 fitting[name] = item
             else:
                 fitting[name] = not_complete(self._context.spec.captures[name], "dropped", TOO_LARGE)
+                engine_metrics().count_dropped(TOO_LARGE)
         return fitting
 
     async def _send_part(self, body: bytes) -> None:

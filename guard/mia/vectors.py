@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from guard.mia.metrics import engine_metrics
 from guard.mia.spec import MiaSpec
 
 Refusal = Literal["full", "in_use", "unusable", "unknown"]
@@ -79,4 +80,5 @@ class EngineVectors:
         self._digests = {other: digest for other, digest in digests.items() if other != name}
         answers = await self._call(method, args=(name,))
         self._digests = (await self._call("mia_vectors"))[0]
+        engine_metrics().bank_vectors.set(len(self._digests))
         raise_refusal(answers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from guard.policy.engine import CompiledRule, compile_condition
+from guard.policy.engine import CompiledRule, bounds_in, compile_condition
 from guard.policy.loading import LoadedPolicy
 from guard.policy.schema import Mode
 
@@ -34,6 +34,8 @@ def _compiled(loaded: LoadedPolicy, at: int, thresholds: Thresholds) -> Compiled
 
     mode: Mode = "shadow" if "shadow" in (loaded.policy.mode, rule.mode) else "enforce"
     try:
-        return CompiledRule(rule, mode, None if rule.when is None else compile_condition(rule.when, bound))
+        if rule.when is None:
+            return CompiledRule(rule, mode, None)
+        return CompiledRule(rule, mode, compile_condition(rule.when, bound), bounds_in(rule.when, bound))
     except ValueError as error:
         raise loaded.error(("rules", at, "when"), str(error)) from None

@@ -73,16 +73,21 @@ class Verdict:
     timed_out: bool = False
 
 
+Bound = tuple[str, str, float]
+"""A detector, ``at_least`` or ``below``, and the score that this is."""
+
 Check = Callable[[Mapping[str, Score]], Verdict]
 
 
 @dataclass(frozen=True)
 class CompiledRule:
-    """A rule whose thresholds are numbers. ``check``: None when a gate in the engine is its only condition."""
+    """A rule whose thresholds are numbers. ``check``: None when a gate in the engine is its only condition.
+    ``bounds``: every number that it compares a score with."""
 
     rule: Rule
     mode: Mode
     check: Check | None
+    bounds: tuple[Bound, ...] = ()
 
     @property
     def armed(self) -> bool:
@@ -178,6 +183,14 @@ def compile_condition(condition: Condition, bound: Callable[[str, float | str], 
     assert isinstance(condition, AllCondition | AnyCondition)
     decisive = isinstance(condition, AnyCondition)
     return lambda scores: _join([check(scores) for check in checks], decisive)
+
+
+def bounds_in(condition: Condition, bound: Callable[[str, float | str], float]) -> tuple[Bound, ...]:
+    """All that a condition compares scores with, each once. ``bound``: as in ``compile_condition``."""
+    if isinstance(condition, ScoreCondition):
+        name, given = condition.detector, (("at_least", condition.at_least), ("below", condition.below))
+        return tuple((name, side, bound(name, value)) for side, value in given if value is not None)
+    return tuple(dict.fromkeys(one for child in children(condition) for one in bounds_in(child, bound)))
 
 
 def _negate(verdict: Verdict) -> Verdict:

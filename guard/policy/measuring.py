@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from math import isfinite
+from time import perf_counter
 from typing import TypeVar, cast
 
 from detectors.base import (
@@ -122,10 +123,13 @@ class Measurement:
                 for name, tokens in readouts.span_tokens.items()
                 if name.startswith(prefix)
             }
-            return self._checked(lambda: detector.score_spans(own, spans))
-        if isinstance(detector, Detector):
-            return self._checked(lambda: detector.score(own))
-        return Score("unavailable", reason=NO_TEXT)
+            score = self._checked(lambda: detector.score_spans(own, spans))
+        elif isinstance(detector, Detector):
+            score = self._checked(lambda: detector.score(own))
+        else:
+            return Score("unavailable", reason=NO_TEXT)
+        dropped = score.status == "unavailable" and any(item.status == "dropped" for item in own.values())
+        return replace(score, dropped=True) if dropped else score
 
     def last_position(self, readouts: Readouts) -> int | None:
         """The last generated token of which every capture that grows has come; None while one has nothing."""
@@ -186,16 +190,22 @@ class Measurement:
                 score = self._checked(partial(detector.score_text, reading.text))
                 spans = {reading.in_original(span) for span in score.spans}
                 scores.append(replace(score, spans=tuple(sorted(span for span in spans if span[0] < span[1]))))
+        took_s = sum(one.took_s or 0.0 for one in scores)
         if missing := next((one for one in scores if one.status != "scored"), None):
-            return missing
+            return replace(missing, took_s=took_s)
         worst = max(scores, key=lambda one: one.value if one.value is not None else 0.0)
-        return replace(worst, spans=tuple(dict.fromkeys(span for one in scores for span in one.spans)))
+        standing_out = tuple(dict.fromkeys(span for one in scores for span in one.spans))
+        return replace(worst, spans=standing_out, took_s=took_s)
 
     def _checked(self, scored: Callable[[], Score]) -> Score:
+        began_s = perf_counter()
         try:
             score = scored()
         except Exception as error:
-            return self._failed(error)
+            score = self._failed(error)
+        return replace(self._usable(score), took_s=perf_counter() - began_s)
+
+    def _usable(self, score: Score) -> Score:
         if score.status == "not_applicable":
             return Score("unavailable", reason="the detector says not_applicable, which only a policy's scope may")
         if score.status == "scored" and (score.value is None or not isfinite(score.value)):

@@ -31,7 +31,9 @@ OVERLOAD_RETRY_S = 1.0
 class Admission:
     """The room of one process, and of the keys and tenants that use it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_fallback: Callable[[], None] = lambda: None) -> None:
+        """``on_fallback``: called for each request with limits that is counted here since Redis does not answer."""
+        self._on_fallback = on_fallback
         self._max_concurrent = settings.max_concurrent
         self._in_flight = 0
         self._local = LocalLimits()
@@ -92,6 +94,8 @@ class Admission:
             else:
                 _refuse(exceeded)
                 return lease
+        if scopes and self._shared is not None:
+            self._on_fallback()
         _refuse(self._local.admit(scopes))
         return lease
 
@@ -127,14 +131,15 @@ def judges_for(policies: PolicyStore, exchange: Exchange, model: str | None) -> 
 def _refuse(exceeded: Exceeded | None) -> None:
     if exceeded is None:
         return
-    limits, who = exceeded.scope.limits, exceeded.scope.name.partition(":")[0]
+    limits, who = exceeded.scope.limits, exceeded.scope.kind
     limit = {
         "requests": f"{limits.requests_per_s or 0:g} requests a second",
         "tokens": f"{limits.tokens_per_min} tokens a minute",
         "concurrent": f"{limits.concurrent} requests at once",
     }[exceeded.what]
     wait_s = math.ceil(exceeded.retry_s * 1000) / 1000
-    raise RateLimitedError(f"the {who}'s limit of {limit} is reached; try again in {wait_s:g} s", exceeded.retry_s)
+    message = f"the {who}'s limit of {limit} is reached; try again in {wait_s:g} s"
+    raise RateLimitedError(message, exceeded.retry_s, (who, exceeded.what))
 
 
 def _shared(settings: Settings) -> SharedLimits | None:

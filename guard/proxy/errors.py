@@ -35,17 +35,19 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from guard.telemetry.record import Outcome
+from guard.telemetry.record import LimitKind, LimitScope, Outcome
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``param`` is the field of the request that it is about."""
+    """An answer that is an error. ``param`` is the field of the request that it is about; ``limit``: whose limit, and
+    which, is reached."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
     outcome: ClassVar[Outcome] = "internal_error"
     headers: Mapping[str, str] = {}
+    limit: tuple[LimitScope, LimitKind] | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -130,15 +132,17 @@ class RateLimitedError(ApiError):
     code = "rate_limit_exceeded"
     outcome = "refused"
 
-    def __init__(self, message: str, retry_s: float) -> None:
+    def __init__(self, message: str, retry_s: float, limit: tuple[LimitScope, LimitKind]) -> None:
         super().__init__(message)
         self.headers = _later(retry_s)
+        self.limit = limit
 
 
 class OverloadedError(ApiError):
     status = 503
     code = "overloaded"
     outcome = "refused"
+    limit = ("everybody", "concurrent")
 
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)

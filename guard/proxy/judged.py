@@ -7,6 +7,7 @@ last frames afterwards.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +146,8 @@ class _Stream:
             return
         if not self.exchange.started:
             await self.exchange.start(200, self.answer.headers)
+        held_s = time.perf_counter() - min(frame.came_s for frame in frames)
+        self.exchange.record.held_s = max(held_s, self.exchange.record.held_s or 0.0)
         for frame in frames:
             self.judge.redact(frame)
             self.released_tokens += frame.tokens

@@ -26,6 +26,10 @@ class Scope:
     name: str
     limits: Limits
 
+    @property
+    def kind(self) -> Literal["key", "tenant"]:
+        return "key" if self.name.startswith("key:") else "tenant"
+
 
 @dataclass(frozen=True)
 class Exceeded:

@@ -87,6 +87,7 @@ async def answer(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
     except ApiError as error:
         broke_off = isinstance(error, UpstreamError) and exchange.started
         record.outcome = "upstream_broken" if broke_off else error.outcome
+        record.limit = error.limit
         await exchange.fail(error)
     except asyncio.CancelledError:
         # Not raised again: the task ends here, and uvicorn would log it as a failure, with a traceback.

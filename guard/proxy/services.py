@@ -30,7 +30,7 @@ from guard.settings import Settings, SettingsError
 from guard.telemetry.chain import Secret
 from guard.telemetry.ledger import Ledger
 from guard.telemetry.ledger_file import Keeping
-from guard.telemetry.metrics import Metrics
+from guard.telemetry.metrics import Metrics, PolicyLabels
 from guard.telemetry.recent import Recent
 from guard.telemetry.tracing import Tracing, TracingError
 from guard.uses.rerank import RerankerConfig, load_reranker
@@ -58,11 +58,10 @@ class Services:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.policies = PolicyStore(settings.policy, self._bound, self._reloaded)
-        first = self.policies.current.default.live
         limits_count = settings.workers == 1 or settings.redis_url is not None
         self.access = Access(KeyStore(settings.keys, settings.api_key_hashes, limits_count=limits_count))
-        self.admission = Admission(settings)
-        self.metrics = Metrics(first.name, first.hash, ROUTES, first.rule_names, first.detector_kinds)
+        self.metrics = Metrics(ROUTES)
+        self.admission = Admission(settings, self.metrics.limit_fallbacks.inc)
         self._announce(self.policies.current)
         self.ledger = Ledger(
             settings.ledger, self.metrics.count_entries, secret=_secret(settings), keeping=_keeping(settings)
@@ -126,12 +125,8 @@ class Services:
 
     def _announce(self, policies: PolicySet) -> None:
         """Make room for what requests that these policies judge will be counted under, before any is."""
-        for one in policies.policies:
-            self.metrics.add_policy(one.name, one.rule_names, one.detector_kinds)
-        for live, shadow in policies.selection.pairs:
-            if shadow is not None:
-                self.metrics.add_shadow(live, shadow)
-        self.metrics.show_policies({one.name: one.hash for one in policies.policies})
+        pairs = [(live, shadow) for live, shadow in policies.selection.pairs if shadow is not None]
+        self.metrics.show([_labels(one) for one in policies.policies], pairs)
 
     async def _drained(self) -> None:
         try:
@@ -172,3 +167,8 @@ def _keeping(settings: Settings) -> Keeping:
         settings.ledger_keep_files,
         None if days is None else days * 86400,
     )
+
+
+def _labels(policy: BoundPolicy) -> PolicyLabels:
+    bounds = [(one.rule.name, *bound) for one in policy.rules for bound in one.bounds]
+    return PolicyLabels(policy.name, policy.hash, policy.rule_names, policy.detector_kinds, bounds)

@@ -183,7 +183,7 @@ class Form(Texts):
 @dataclass
 class Frame:
     """One server-sent event. ``data``: its JSON, None where it has none. ``place``: how many tokens of its choice there
-    are up to its end. ``starts``: where in its channel each piece begins."""
+    are up to its end. ``starts``: where in its channel each piece begins. ``came_s``: when, by ``perf_counter``."""
 
     raw: bytes
     data: Fields | None
@@ -192,6 +192,7 @@ class Frame:
     starts: list[int] = field(default_factory=list)
     place: int = 0
     changed: bool = False
+    came_s: float = 0.0
 
     @property
     def tokens(self) -> int:

@@ -5,6 +5,7 @@ Owns the order of release: within a choice as they came, and what belongs to no 
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 
 from guard.proxy.wire import Frame
@@ -15,6 +16,7 @@ class Withheld:
         self._queues: dict[int | None, deque[Frame]] = {}
 
     def add(self, frame: Frame) -> None:
+        frame.came_s = time.perf_counter()
         self._queues.setdefault(frame.choice, deque()).append(frame)
 
     def due(self, tokens: Counter[int], window: int) -> list[Frame]:

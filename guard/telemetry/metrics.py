@@ -1,196 +1,180 @@
-"""Prometheus metrics: each declared once, with its unit, its meaning and its labels, in a registry of its own.
+"""The proxy's Prometheus series: made when a policy is loaded, and how one ``RequestRecord`` is counted.
 
-Owns names, labels and buckets, and how one ``RequestRecord`` is counted. Every label's values are known at start, and
-the series exist from then on.
+Owns the counting, in a registry of its own, or, where ``PROMETHEUS_MULTIPROC_DIR`` names a folder, in files there that
+all worker processes share: then every process answers ``/metrics`` with the numbers of all. What there is to count is
+declared in ``families``. Every label's values are known at start, and the series exist from then on.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from detectors.base import ScoreStatus
+from detectors.base import Score
+from guard import __version__
 from guard.policy.store import Reload
+from guard.telemetry import families as f
+from guard.telemetry.family import counter, gauge, histogram
+from guard.telemetry.family import values as values_of
 from guard.telemetry.ledger import Result
-from guard.telemetry.record import Beside, Outcome, RequestRecord
+from guard.telemetry.record import Beside, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-HIT_ACTIONS = ("allow", "flag", "redact", "steer", "retry", "route", "block")
-ACTIONS = ("none", *HIT_ACTIONS)
-OWN_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-ENGINE_BUCKETS_S = (
-    *(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
-)
-SCORE_BUCKETS = tuple(step / 20 for step in range(21))
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable with the folder of files that several worker processes count in. It must be set before
+prometheus-client is imported, be empty at start, and not be passed on to vLLM, which has series of its own."""
+
+Bound = tuple[str, str, str, float]
+"""Rule, detector, ``at_least`` or ``below``, and the score that it is."""
+
+
+@dataclass(frozen=True)
+class PolicyLabels:
+    """What one policy's series are labelled with. ``detectors``: name to kind. ``bounds``: what its rules compare
+    scores with."""
+
+    name: str
+    hash: str
+    rules: Sequence[str]
+    detectors: Mapping[str, str]
+    bounds: Sequence[Bound] = ()
 
 
 class Metrics:
-    """All series of one proxy. ``routes``, ``rules`` and ``detectors`` (name to kind) bound the labels.
+    """All series of one proxy process. ``routes`` are the values of that label; ``show`` makes room for policies.
 
-    The policy given first is the one that judges at start; ``add_policy`` makes room for others.
+    Raises ``RuntimeError`` when ``PROMETHEUS_MULTIPROC_DIR`` was set too late.
     """
 
-    def __init__(
-        self,
-        policy: str,
-        policy_hash: str,
-        routes: Sequence[str],
-        rules: Sequence[str],
-        detectors: Mapping[str, str],
-    ) -> None:
+    def __init__(self, routes: Sequence[str]) -> None:
+        self.shared = SHARED_FOLDER in os.environ
+        if self.shared and not values.ValueClass._multiprocess:
+            raise RuntimeError(f"{SHARED_FOLDER} was set when prometheus-client had already been imported")
         self._kinds: dict[tuple[str, str], str] = {}
         self._routes = tuple(routes)
-        self._shown: dict[str, str] = {}
+        self._hashes: dict[str, str] = {}
+        self._bounds: set[tuple[str, str, str, str]] = set()
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "guard_requests_total",
-            "Requests that ended, by what was decided and how they ended.",
-            ("route", "policy", "action", "outcome"),
-            registry=registry,
-        )
-        self.rule_hits = Counter(
-            "guard_rule_hits_total",
-            "Rules that hit; mode shadow was not acted upon.",
-            ("policy", "rule", "action", "mode"),
-            registry=registry,
-        )
-        self.detector_results = Counter(
-            "guard_detector_results_total",
-            "Results of detectors; unavailable: there was no score, and on_error decided.",
-            ("detector", "kind", "status"),
-            registry=registry,
-        )
-        self.detector_scores = Histogram(
-            "guard_detector_score",
-            "Scores of detectors; higher is likelier what the detector looks for.",
-            ("detector", "kind"),
-            buckets=SCORE_BUCKETS,
-            registry=registry,
-        )
-        self.own = Histogram(
-            "guard_added_latency_seconds",
-            "The guard's own work on a request before the answer's first byte, waiting for vLLM left out.",
-            ("route",),
-            buckets=OWN_BUCKETS_S,
-            registry=registry,
-        )
-        self.verdict = Histogram(
-            "guard_verdict_seconds",
-            "From sending a request upstream to the decision; until then the first byte is held.",
-            ("route",),
-            buckets=ENGINE_BUCKETS_S,
-            registry=registry,
-        )
-        self.upstream_first_byte = Histogram(
-            "guard_upstream_first_byte_seconds",
-            "From sending a request upstream to the first byte that came back, readouts included.",
-            ("route",),
-            buckets=ENGINE_BUCKETS_S,
-            registry=registry,
-        )
-        self.upstream = Histogram(
-            "guard_upstream_seconds",
-            "From sending a request upstream to the end of its answer, or to its being cut.",
-            ("route",),
-            buckets=ENGINE_BUCKETS_S,
-            registry=registry,
-        )
-        self.in_flight = Gauge("guard_requests_in_flight", "Requests under way.", ("route",), registry=registry)
-        self.ledger_entries = Counter(
-            "guard_ledger_entries_total",
-            "Ledger entries: written, delayed (the disk refused; tried again), failed (it refused to the end), dropped "
-            "(too many waited).",
-            ("result",),
-            registry=registry,
-        )
-        self.policy_info = Gauge(
-            "guard_policy_info", "1 for each policy that may judge requests.", ("policy", "hash"), registry=registry
-        )
-        self.shadow_decisions = Counter(
-            "guard_shadow_decisions_total",
-            "Decisions of a policy (action) and what the shadow policy beside it would have done (would).",
-            ("policy", "shadow", "action", "would"),
-            registry=registry,
-        )
-        self.policy_reloads = Counter(
-            "guard_policy_reloads_total",
-            "Changes of policy files: success, failure (the policies before them stay), noop (they say the same).",
-            ("result",),
-            registry=registry,
-        )
-        self.policy_loaded = Gauge(
-            "guard_policy_loaded_timestamp_seconds",
-            "When the policies that judge now were loaded, in seconds since 1970.",
-            registry=registry,
-        )
+        self.requests = counter(f.REQUESTS, registry)
+        self.rule_hits = counter(f.RULE_HITS, registry)
+        self.rule_threshold = gauge(f.RULE_THRESHOLD, registry)
+        self.shadow_decisions = counter(f.SHADOW_DECISIONS, registry)
+        self.detector_results = counter(f.DETECTOR_RESULTS, registry)
+        self.detector_scores = histogram(f.DETECTOR_SCORE, registry)
+        self.detector_seconds = histogram(f.DETECTOR_SECONDS, registry)
+        self.own = histogram(f.ADDED_LATENCY, registry)
+        self.verdict = histogram(f.VERDICT, registry)
+        self.stream_held = histogram(f.STREAM_HELD, registry)
+        self.second_pass = histogram(f.SECOND_PASS, registry)
+        self.upstream_first_byte = histogram(f.UPSTREAM_FIRST_BYTE, registry)
+        self.upstream = histogram(f.UPSTREAM, registry)
+        self.in_flight = gauge(f.IN_FLIGHT, registry)
+        self.limit_refusals = counter(f.LIMIT_REFUSALS, registry)
+        self.limit_fallbacks = counter(f.LIMIT_FALLBACKS, registry)
+        self.ledger_entries = counter(f.LEDGER_ENTRIES, registry)
+        self.policy_info = gauge(f.POLICY_INFO, registry)
+        self.policy_in_force = gauge(f.POLICY_IN_FORCE, registry)
+        self.policy_loaded = gauge(f.POLICY_LOADED, registry)
+        self.policy_reloads = counter(f.POLICY_RELOADS, registry)
+        gauge(f.BUILD_INFO, registry).labels(__version__).set(1)
+        self._timed = (self.own, self.verdict, self.stream_held, self.second_pass)
         for route in routes:
-            for by_route in (self.own, self.verdict, self.upstream_first_byte, self.upstream, self.in_flight):
+            for by_route in (*self._timed, self.upstream_first_byte, self.upstream, self.in_flight):
                 by_route.labels(route)
-        for result in get_args(Result):
+        for scope, limit in product(values_of(f.LIMIT_REFUSALS, "scope"), values_of(f.LIMIT_REFUSALS, "limit")):
+            self.limit_refusals.labels(scope, limit)
+        for result in values_of(f.LEDGER_ENTRIES, "result"):
             self.ledger_entries.labels(result)
-        for reload_result in get_args(Reload):
-            self.policy_reloads.labels(reload_result)
-        self.add_policy(policy, rules, detectors)
-        self.show_policies({policy: policy_hash})
+        for result in values_of(f.POLICY_RELOADS, "result"):
+            self.policy_reloads.labels(result)
 
-    def add_policy(self, policy: str, rules: Sequence[str], detectors: Mapping[str, str]) -> None:
-        """Create the series of one policy. Those of rules that it had before stay."""
-        for route, action, outcome in product(self._routes, ACTIONS, get_args(Outcome)):
-            self.requests.labels(route, policy, action, outcome)
-        for rule, action, mode in product(rules, HIT_ACTIONS, ("enforce", "shadow")):
-            self.rule_hits.labels(policy, rule, action, mode)
-        for name, kind in detectors.items():
-            self._kinds[policy, name] = kind
+    def show(self, policies: Sequence[PolicyLabels], shadows: Sequence[tuple[str, str]] = ()) -> None:
+        """Make the series of all policies that may judge from now on, and say which these are. ``shadows``: a policy
+        and the one in shadow beside it. Counters of policies before them stay."""
+        for one in policies:
+            self._make_room(one)
+        for policy, shadow in shadows:
+            for action, would in product(f.HIT_ACTIONS, f.HIT_ACTIONS):
+                self.shadow_decisions.labels(policy, shadow, action, would)
+        self._show_hashes({one.name: one.hash for one in policies})
+        self._show_bounds({(one.name, *bound[:3]): bound[3] for one in policies for bound in one.bounds})
+        self.policy_loaded.set_to_current_time()
+        self.policy_in_force.set(1)
+
+    def _make_room(self, policy: PolicyLabels) -> None:
+        outcomes = values_of(f.REQUESTS, "outcome")
+        for route, action, outcome in product(self._routes, f.ACTIONS, outcomes):
+            self.requests.labels(route, policy.name, action, outcome)
+        for rule, action, mode in product(policy.rules, f.HIT_ACTIONS, values_of(f.RULE_HITS, "mode")):
+            self.rule_hits.labels(policy.name, rule, action, mode)
+        for name, kind in policy.detectors.items():
+            self._kinds[policy.name, name] = kind
             self.detector_scores.labels(name, kind)
-            for status in get_args(ScoreStatus):
+            self.detector_seconds.labels(name, kind)
+            for status in f.STATUSES:
                 self.detector_results.labels(name, kind, status)
 
-    def add_shadow(self, policy: str, shadow: str) -> None:
-        """Create the series of a shadow policy beside another."""
-        for action, would in product(HIT_ACTIONS, HIT_ACTIONS):
-            self.shadow_decisions.labels(policy, shadow, action, would)
-
-    def show_policies(self, hashes: Mapping[str, str]) -> None:
-        """Say which policies may judge from now on, by the hash of each."""
-        for name, hash_ in self._shown.items():
-            if hashes.get(name) != hash_:
+    def _show_hashes(self, hashes: dict[str, str]) -> None:
+        for name, hash_ in self._hashes.items() - hashes.items():
+            if self.shared:
+                # In files that processes share no series can be taken back.
+                self.policy_info.labels(name, hash_).set(0)
+            else:
                 self.policy_info.remove(name, hash_)
         for name, hash_ in hashes.items():
             self.policy_info.labels(name, hash_).set(1)
-        self._shown = dict(hashes)
-        self.policy_loaded.set_to_current_time()
+        self._hashes = hashes
+
+    def _show_bounds(self, bounds: Mapping[tuple[str, str, str, str], float]) -> None:
+        for gone in self._bounds - bounds.keys():
+            if self.shared:
+                self.rule_threshold.labels(*gone).set(math.nan)
+            else:
+                self.rule_threshold.remove(*gone)
+        for labels, score in bounds.items():
+            self.rule_threshold.labels(*labels).set(score)
+        self._bounds = set(bounds)
 
     def count_reload(self, result: Reload) -> None:
         self.policy_reloads.labels(result).inc()
+        self.policy_in_force.set(0 if result == "failure" else 1)
 
     def count(self, record: RequestRecord) -> None:
         """Add one finished request."""
-        route = record.route
+        route, answer = record.route, record.answer
         self.requests.labels(route, record.policy, record.action, record.outcome).inc()
+        if record.limit is not None:
+            self.limit_refusals.labels(*record.limit).inc()
         for hit in record.hits:
             self.rule_hits.labels(record.policy, hit.rule, hit.action, hit.mode).inc()
-        answered = record.answer.scores if record.answer else {}
-        for name, score in {**answered, **record.scores}.items():
-            kind = self._kinds[record.policy, name]
-            self.detector_results.labels(name, kind, score.status).inc()
-            if score.value is not None:
-                self.detector_scores.labels(name, kind).observe(score.value)
+        for name, score in {**(answer.scores if answer else {}), **record.scores}.items():
+            self._count_score(name, self._kinds[record.policy, name], score)
         if record.shadow is not None:
             self._count_shadow(record, record.shadow)
         if record.decision:
             self.own.labels(route).observe(record.own_s)
-        for histogram, duration_s in (
+        for by_route, duration_s in (
             (self.verdict, record.verdict_s),
+            (self.stream_held, record.held_s),
+            (self.second_pass, answer.second_pass_s if answer else None),
             (self.upstream_first_byte, record.upstream_first_byte_s),
             (self.upstream, record.upstream_s),
         ):
             if duration_s is not None:
-                histogram.labels(route).observe(duration_s)
+                by_route.labels(route).observe(duration_s)
+
+    def _count_score(self, name: str, kind: str, score: Score) -> None:
+        self.detector_results.labels(name, kind, status_of(score)).inc()
+        if score.value is not None:
+            self.detector_scores.labels(name, kind).observe(score.value)
+        if score.took_s is not None:
+            self.detector_seconds.labels(name, kind).observe(score.took_s)
 
     def _count_shadow(self, record: RequestRecord, shadow: Beside) -> None:
         answered = record.answer.shadow if record.answer else None
@@ -202,5 +186,21 @@ class Metrics:
         self.ledger_entries.labels(result).inc(entries)
 
     def exposition(self) -> bytes:
-        """What ``/metrics`` answers."""
-        return generate_latest(self.registry)
+        """What ``/metrics`` answers: of this process, or of all that share the folder."""
+        if not self.shared:
+            return generate_latest(self.registry)
+        merged = CollectorRegistry()
+        multiprocess.MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
+        return generate_latest(merged)
+
+
+def forget_process(pid: int) -> None:
+    """A worker process that shared the folder has ended: what it had under way is over. Its counters stay."""
+    multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
+
+
+def status_of(score: Score) -> str:
+    """The value of the label ``status``."""
+    if score.status != "unavailable":
+        return score.status
+    return "late" if score.timed_out else "dropped" if score.dropped else "unavailable"

@@ -32,6 +32,9 @@ Outcome = Literal[
 that blocks ``on_error`` got no score. ``upstream_error``: vLLM answered with an error, which was passed on.
 ``upstream_broken``: its answer ended too early. ``stopped``: the proxy was told to stop."""
 
+LimitScope = Literal["key", "tenant", "everybody"]
+LimitKind = Literal["requests", "tokens", "concurrent"]
+
 MAX_MODEL_CHARACTERS = 128
 
 
@@ -85,7 +88,8 @@ class Moment:
 @dataclass
 class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
-    a streamed answer, that went to the client. ``course``: how a stream's scores went; not in the ledger. When:
+    a streamed answer, that went to the client. ``held_s``: longest time that rules kept a part of a stream back.
+    ``limit``: whose, and which, refused it. ``course``: how a stream's scores went; not in the ledger. When:
     ``began_s`` its body was read, ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the
     prompt."""
 
@@ -111,6 +115,7 @@ class RequestRecord:
     course: Sequence[Moment] = ()
     outcome: Outcome = "internal_error"
     error_code: str | None = None
+    limit: tuple[LimitScope, LimitKind] | None = None
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -119,6 +124,7 @@ class RequestRecord:
     sent_s: float | None = None
     decided_s: float | None = None
     own_s: float = 0.0
+    held_s: float | None = None
     verdict_s: float | None = None
     upstream_first_byte_s: float | None = None
     upstream_s: float | None = None

@@ -6,9 +6,24 @@ from typing import Any
 
 from detectors.base import Score
 from guard.policy import Decision, RuleHit
+from guard.telemetry.metrics import Metrics, PolicyLabels
 from guard.telemetry.record import RequestRecord
 
 CHAT = "/v1/chat/completions"
+DEFAULT = PolicyLabels(
+    "default",
+    "0" * 64,
+    ("injection", "distracted"),
+    {"injection": "probe", "focus": "attention_tracker"},
+    (("injection", "injection", "at_least", 0.91),),
+)
+
+
+def metrics_of(*policies: PolicyLabels, routes: tuple[str, ...] = (CHAT, "other")) -> Metrics:
+    """As a proxy with these policies makes them; with a shadow beside the first."""
+    metrics = Metrics(routes)
+    metrics.show(policies or (DEFAULT,), [("default", "next")])
+    return metrics
 
 
 def record(**fields: Any) -> RequestRecord:

@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from detectors.base import Score
 from guard.policy import Decision, RuleHit
-from guard.telemetry.metrics import Metrics
+from guard.telemetry.families import PROXY, STATUSES
+from guard.telemetry.metrics import Metrics, PolicyLabels
 from guard.telemetry.record import Beside
-from tests.telemetry.records import CHAT, blocked, record
-
-CONTRACT = {
-    "guard_requests": {"route", "policy", "action", "outcome"},
-    "guard_rule_hits": {"policy", "rule", "action", "mode"},
-    "guard_detector_results": {"detector", "kind", "status"},
-    "guard_detector_score": {"detector", "kind"},
-    "guard_added_latency_seconds": {"route"},
-    "guard_verdict_seconds": {"route"},
-    "guard_upstream_first_byte_seconds": {"route"},
-    "guard_upstream_seconds": {"route"},
-    "guard_requests_in_flight": {"route"},
-    "guard_ledger_entries": {"result"},
-    "guard_policy_info": {"policy", "hash"},
-    "guard_policy_loaded_timestamp_seconds": set(),
-    "guard_policy_reloads": {"result"},
-    "guard_shadow_decisions": {"policy", "shadow", "action", "would"},
-}
-"""Names and labels that dashboards and alerts rely on. A change here breaks them."""
+from guard.telemetry.reference import reference
+from tests.telemetry.records import CHAT, DEFAULT, blocked, metrics_of, record
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    detectors = {"injection": "probe", "focus": "attention_tracker"}
-    metrics = Metrics("default", "0" * 64, (CHAT, "other"), ("injection", "distracted"), detectors)
-    metrics.add_shadow("default", "next")
-    return metrics
+    return metrics_of()
 
 
 def series(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -53,16 +39,28 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return series(metrics)[name, frozenset(labels.items())]
 
 
-def families(metrics: Metrics) -> dict[str, set[str]]:
-    return {
-        family.name: {label for sample in family.samples for label in sample.labels} - {"le"}
-        for family in text_string_to_metric_families(metrics.exposition().decode())
-        if not family.name.endswith("_created")
-    }
+def test_what_is_exposed_is_what_is_declared_label_by_label(metrics: Metrics) -> None:
+    metrics.count(blocked())
+    declared = {family.name: family for family in PROXY}
+    exposed = [one for one in text_string_to_metric_families(metrics.exposition().decode())]
+    exposed = [one for one in exposed if not one.name.endswith("_created")]
+    assert {name_of(one) for one in exposed} == declared.keys()
+    for one in exposed:
+        family = declared[name_of(one)]
+        assert (one.type, one.documentation) == (family.kind, family.meaning)
+        for sample in one.samples:
+            assert sample.labels.keys() - {"le"} == family.labels.keys()
+            for label, known in family.labels.items():
+                assert isinstance(known, str) or sample.labels[label] in known
 
 
-def test_names_and_labels_are_those_that_dashboards_rely_on(metrics: Metrics) -> None:
-    assert families(metrics) == CONTRACT
+def name_of(exposed: Metric) -> str:
+    return exposed.name + ("_total" if exposed.type == "counter" else "")
+
+
+def test_the_page_is_written_from_the_declarations() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: python -m guard.telemetry.reference > docs/metrics.md"
 
 
 def test_every_series_exists_before_the_first_request(metrics: Metrics) -> None:
@@ -109,23 +107,54 @@ def test_a_request_that_was_refused_does_not_dilute_the_latencies(metrics: Metri
 def test_a_policy_that_is_loaded_later_has_its_series_before_its_first_request_and_the_old_hash_goes(
     metrics: Metrics,
 ) -> None:
-    metrics.add_policy("next", ("injection", "new"), {"injection": "other_kind"})
-    metrics.show_policies({"next": "1" * 64})
+    threshold = {"policy": "default", "rule": "injection", "detector": "injection", "bound": "at_least"}
+    assert value(metrics, "guard_rule_threshold", **threshold) == 0.91
+    bounds = (("new", "injection", "below", 0.5),)
+    metrics.show([PolicyLabels("next", "1" * 64, ("injection", "new"), {"injection": "other_kind"}, bounds)])
     before = series(metrics)
     assert ("guard_policy_info", frozenset({"policy": "next", "hash": "1" * 64}.items())) in before
     assert ("guard_policy_info", frozenset({"policy": "default", "hash": "0" * 64}.items())) not in before
+    assert [labels for name, labels in before if name == "guard_rule_threshold"] == [
+        frozenset({"policy": "next", "rule": "new", "detector": "injection", "bound": "below"}.items())
+    ]
     late = blocked()
     metrics.count(late)  # a request that the policy before it still judged
     late.policy, late.shadow = "next", None
     late.scores = {"injection": Score("scored", 0.5)}
     metrics.count(late)
     assert value(metrics, "guard_detector_results_total", detector="injection", kind="other_kind", status="scored") == 1
+
+
+def test_files_that_cannot_be_used_are_seen_until_a_change_can(metrics: Metrics) -> None:
+    assert value(metrics, "guard_policy_files_in_force") == 1
     metrics.count_reload("failure")
     assert value(metrics, "guard_policy_reloads_total", result="failure") == 1
+    assert value(metrics, "guard_policy_files_in_force") == 0
+    metrics.count_reload("noop")
+    assert value(metrics, "guard_policy_files_in_force") == 1
+
+
+def test_a_missing_score_says_why_and_a_score_says_how_long_it_took(metrics: Metrics) -> None:
+    late = Score("unavailable", reason="no readouts within 1 s", timed_out=True)
+    dropped = Score("unavailable", reason="no space for these rows at once (max_shared_bytes)", dropped=True)
+    for score in (late, dropped, Score("scored", 0.2, took_s=0.00003), Score("not_applicable")):
+        metrics.count(record(scores={"injection": score}, outcome="completed"))
+    injection = {"detector": "injection", "kind": "probe"}
+    statuses = {one: value(metrics, "guard_detector_results_total", **injection, status=one) for one in STATUSES}
+    assert statuses == {"scored": 1, "late": 1, "dropped": 1, "not_applicable": 1, "unavailable": 0}
+    assert value(metrics, "guard_detector_seconds_count", **injection) == 1
+    assert value(metrics, "guard_detector_seconds_bucket", **injection, le="5e-05") == 1
+    assert value(metrics, "guard_detector_seconds_bucket", **injection, le="2.5e-05") == 0
+
+
+def test_a_refusal_by_a_limit_counts_whose_and_which(metrics: Metrics) -> None:
+    metrics.count(record(outcome="refused", status=429, limit=("tenant", "tokens")))
+    assert value(metrics, "guard_limit_refusals_total", scope="tenant", limit="tokens") == 1
+    assert value(metrics, "guard_limit_refusals_total", scope="key", limit="tokens") == 0
 
 
 def test_a_shadow_policy_is_counted_beside_the_live_one_and_its_rules_as_shadows(metrics: Metrics) -> None:
-    metrics.add_policy("next", ("distracted",), {})
+    metrics.show([DEFAULT, PolicyLabels("next", "1" * 64, ("distracted",), {})])
     before = series(metrics).keys()
     one = blocked()
     assert one.decision is not None
@@ -149,7 +178,96 @@ def test_names_follow_prometheus_conventions(metrics: Metrics) -> None:
 
 
 def test_two_proxies_in_one_process_do_not_share_their_counts(metrics: Metrics) -> None:
-    other = Metrics("default", "0" * 64, (CHAT,), (), {})
+    other = metrics_of()
     metrics.count_entries("written", 3)
     assert value(metrics, "guard_ledger_entries_total", result="written") == 3
     assert value(other, "guard_ledger_entries_total", result="written") == 0
+
+
+WORKER = """
+import sys
+from guard.telemetry.metrics import PolicyLabels, forget_process
+from tests.telemetry.records import blocked, metrics_of
+
+metrics = metrics_of()
+for line in sys.stdin:
+    match line.split():
+        case ["count"]: metrics.count(blocked())
+        case ["begin"]: metrics.in_flight.labels("other").inc()
+        case ["reload", hash]: metrics.show([PolicyLabels("default", hash * 64, (), {})])
+        case ["fail"]: metrics.count_reload("failure")
+        case ["forget", pid]: forget_process(int(pid))
+        case ["show"]: sys.stdout.write(metrics.exposition().decode())
+    print("done", flush=True)
+"""
+
+
+class Worker:
+    """A worker process of the proxy, as far as metrics go. It shares ``folder`` with others."""
+
+    def __init__(self, folder: Path) -> None:
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER], stdin=pipe, stdout=pipe, env=environment, text=True
+        )
+
+    def do(self, *words: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(" ".join(words) + "\n")
+        self.process.stdin.flush()
+        return "".join(iter(self.process.stdout.readline, "done\n"))
+
+    def end(self) -> None:
+        self.process.communicate()
+
+    def value(self, name: str, **labels: str) -> float:
+        return values_in(self.do("show"))[name, frozenset(labels.items())]
+
+
+def values_in(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = text_string_to_metric_families(text)
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def test_every_worker_process_answers_with_the_numbers_of_all(tmp_path: Path) -> None:
+    one, other = Worker(tmp_path), Worker(tmp_path)
+    try:
+        for worker in (one, one, other):
+            worker.do("count")
+        one.do("begin")
+        other.do("begin")
+        other.do("reload", "1")
+        other.do("fail")
+        scored = {"detector": "injection", "kind": "probe"}
+        for worker in (one, other):
+            found = values_in(worker.do("show"))
+
+            def value(name: str, values: object = found, **labels: str) -> float:
+                assert isinstance(values, dict)
+                return float(values[name, frozenset(labels.items())])
+
+            assert value("guard_requests_total", route=CHAT, policy="default", action="block", outcome="blocked") == 3
+            assert value("guard_detector_score_bucket", **scored, le="1.0") == 3
+            assert value("guard_added_latency_seconds_count", route=CHAT) == 3
+            assert value("guard_requests_in_flight", route="other") == 2
+            assert value("guard_policy_files_in_force") == 0, "of one of them they are not"
+            for hash_ in ("0", "1"):
+                assert value("guard_policy_info", policy="default", hash=hash_ * 64) == 1, "they do not agree"
+        one.do("reload", "1")
+        assert other.value("guard_policy_info", policy="default", hash="0" * 64) == 0
+        one.end()
+        other.do("forget", str(one.process.pid))
+        assert other.value("guard_requests_in_flight", route="other") == 1, "what it had under way is over"
+        assert other.value("guard_added_latency_seconds_count", route=CHAT) == 3, "what it had counted stays"
+    finally:
+        for worker in (one, other):
+            worker.process.kill()
+            worker.process.wait()
+
+
+def test_a_folder_that_is_named_too_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with pytest.raises(RuntimeError, match="already been imported"):
+        metrics_of()
