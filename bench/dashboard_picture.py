@@ -22,7 +22,7 @@ import yaml
 
 from bench.prometheus import RATE_INTERVAL, Prometheus, Series, filled_in, prometheus
 from guard.dashboards.pages import PAGES
-from guard.dashboards.panel import Page, Panel
+from guard.dashboards.panel import MEANING, Page, Panel
 
 TEXTS = Path(__file__).parent.parent / "detectors" / "calibration" / "texts"
 MODEL = "smollm2-135m"
@@ -33,6 +33,7 @@ PER_S = 1.5
 POINTS = 120
 VARIABLES = {"job": "guard", "engine": "vllm", "detector": ".+", "policy": "default"}
 COLOURS = ("#3274d9", "#e02f44", "#56a64b", "#ff9830", "#8f3bb8", "#1f9e9e", "#b877d9", "#7d6608", "#8ab8ff", "#ffa6b0")
+BY_NAME = {"green": "#56a64b", "red": "#e02f44", "orange": "#ff9830", "yellow": "#f2cc0c"}
 GREEN, YELLOW, RED = "#37872d", "#c79100", "#c4162a"
 
 
@@ -68,14 +69,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, text: str, chance: rand
         await answer.read()
 
 
-async def draw(server: Prometheus, page: Page, start_s: float, end_s: float, file: Path) -> None:
+async def draw(server: Prometheus, page: Page, start_s: float, end_s: float, file: Path, most_rows: int) -> None:
     from matplotlib.figure import Figure
 
-    heights = [
-        1.0 if row.panels[0].form == "number" else 2.6 * math.ceil(_columns(row.panels) / 24) for row in page.rows
-    ]
+    rows = page.rows[:most_rows]
+    heights = [1.0 if row.panels[0].form == "number" else 2.6 * math.ceil(_columns(row.panels) / 24) for row in rows]
     figure = Figure(figsize=(15, sum(heights) + 0.5 * len(heights)), layout="constrained")
-    for part, row in zip(figure.subfigures(len(page.rows), 1, height_ratios=heights), page.rows, strict=True):
+    for part, row in zip(figure.subfigures(len(rows), 1, height_ratios=heights), rows, strict=True):
         part.suptitle(row.title, x=0.01, ha="left", fontsize=11, weight="bold")
         lines = math.ceil(_columns(row.panels) / 24)
         grid = part.add_gridspec(lines, 24)
@@ -108,6 +108,8 @@ def _points(one: Series, start_s: float) -> tuple[list[float], list[float]]:
 
 
 def _plot(axes: Any, panel: Panel, answers: list[tuple[str, Series]], start_s: float) -> None:
+    from matplotlib.ticker import MultipleLocator
+
     axes.set_title(panel.title, fontsize=9, loc="left")
     axes.tick_params(labelsize=7, length=2)
     for side in ("top", "right"):
@@ -119,25 +121,33 @@ def _plot(axes: Any, panel: Panel, answers: list[tuple[str, Series]], start_s: f
         return _number(axes, panel, shown)
     if panel.form == "heatmap":
         return _heatmap(axes, shown)
-    if not shown:
-        axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color="grey")
+    nothing = not any(y for _, _, ys in shown for y in ys)
+    if nothing:
+        said = "0 throughout" if shown else "no data"
+        axes.text(0.5, 0.5, said, ha="center", va="center", transform=axes.transAxes, color="grey", fontsize=8)
+    colours = [_colour(legend, number) for number, (legend, _, _) in enumerate(shown)]
     if panel.form == "stacked" and shown:
         times = sorted({x for _, xs, _ in shown for x in xs})
         known = [dict(zip(xs, ys, strict=True)) for _, xs, ys in shown]
-        axes.stackplot(times, [[one.get(x, 0.0) for x in times] for one in known], colors=COLOURS, alpha=0.75)
+        axes.stackplot(times, [[one.get(x, 0.0) for x in times] for one in known], colors=colours, alpha=0.75)
     else:
         for number, (_, xs, ys) in enumerate(shown):
-            axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], linewidth=1.2)
+            axes.plot(xs, ys, color=colours[number], linewidth=1.2)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _position: _text(value, panel.unit))
+    axes.xaxis.set_major_locator(MultipleLocator(60))
     axes.xaxis.set_major_formatter(lambda value, _position: f"{value / 60:.0f} min")
-    if any(legend for legend, _, _ in shown):
-        colours = [COLOURS[number % len(COLOURS)] for number in range(len(shown))]
+    if any(legend for legend, _, _ in shown) and not nothing:
         handles = [axes.plot([], [], color=colour, linewidth=3)[0] for colour in colours]
         names = [legend for legend, _, _ in shown]
-        axes.legend(
-            handles[:8], names[:8], fontsize=6.5, frameon=False, loc="upper left", ncols=1 if len(names) < 4 else 2
-        )
+        columns = 1 if len(names) < 4 else 2
+        axes.legend(handles[:8], names[:8], fontsize=6.5, frameon=False, loc="upper left", ncols=columns)
+        axes.set_ylim(top=axes.get_ylim()[1] * (1 + 0.09 * (math.ceil(min(len(names), 8) / columns) + 1)))
+
+
+def _colour(legend: str, number: int) -> str:
+    named = {value: name for values in MEANING.values() for value, name in values.items()}
+    return BY_NAME.get(named.get(legend, ""), COLOURS[number % len(COLOURS)])
 
 
 def _number(axes: Any, panel: Panel, shown: list[tuple[str, list[float], list[float]]]) -> None:
@@ -187,7 +197,7 @@ async def picture(options: argparse.Namespace) -> None:
             print(f"{sent} requests in {time.time() - start_s:.0f} s; rates over {RATE_INTERVAL}")
             for one in PAGES if options.all else (page,):
                 file = options.out if one is page else options.out.with_stem(f"{options.out.stem}-{one.uid}")
-                await draw(server, one, start_s, time.time(), file)
+                await draw(server, one, start_s, time.time(), file, options.rows)
                 print(f"{file}: {file.stat().st_size} bytes")
 
 
@@ -197,6 +207,7 @@ if __name__ == "__main__":
     parser.add_argument("--engine", default="http://127.0.0.1:8001")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--page", default=PAGES[0].uid, choices=[page.uid for page in PAGES])
+    parser.add_argument("--rows", type=int, default=99, help="only the first rows of a page")
     parser.add_argument("--all", action="store_true", help="the other pages beside it")
     parser.add_argument("--out", type=Path, required=True)
     asyncio.run(picture(parser.parse_args()))

@@ -25,13 +25,14 @@ from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
+    DynamicConfigValue,
     Threshold,
     ThresholdsMode,
     VariableRefresh,
     VariableSort,
 )
 
-from guard.dashboards.panel import EVERYWHERE, Page, Panel, Query
+from guard.dashboards.panel import EVERYWHERE, MEANING, Page, Panel, Query
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 TAG = "mia-guard"
@@ -123,6 +124,9 @@ def _form(panel: Panel) -> Built:
             common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
         )
     )
+    for word, colour in MEANING.get(panel.queries[0].legend, {}).items():
+        fixed = DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
+        lines.override_by_name(word, [fixed])
     if panel.form == "stacked":
         lines.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL)).fill_opacity(40)
     return lines

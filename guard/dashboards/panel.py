@@ -10,6 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 Form = Literal["lines", "stacked", "number", "heatmap", "table"]
+MEANING: Mapping[str, Mapping[str, str]] = {
+    "{{action}}": {"allow": "green", "flag": "yellow", "steer": "orange", "block": "red"},
+    "{{outcome}}": {
+        **{"completed": "green", "blocked": "orange", "refused": "yellow", "guard_unavailable": "red"},
+        **{"upstream_error": "red", "upstream_unavailable": "red", "upstream_broken": "red", "internal_error": "red"},
+    },
+}
+"""By legend: colours, by Grafana's names, of the values that have a meaning; others get whatever comes."""
+
 Unit = Literal["reqps", "percentunit", "s", "short", "none", "Bps", "cps", "dateTimeFromNow"]
 """Grafana's names."""
 

@@ -350,8 +350,7 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
         if output.request_id in inbox.waiting and output.request_id not in processor.request_states:
             choice = inbox.waiting[output.request_id].destination
             items, steering = inbox.end(output.request_id)
-            if items:
-                _measure(items, inbox, "final")
+            _measure(items, inbox, "final")
             engine_metrics().count_steering(choice.context.spec, steering)
             _finish(choice, items, steering)
     if len(inbox.waiting) > len(processor.request_states):
@@ -361,10 +360,11 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
 
 
 def _measure(items: dict[str, Readout], inbox: Inbox, stage: Stage) -> None:
-    """Readouts have been put together."""
+    """Readouts have been put together, if there are any."""
     metrics = engine_metrics()
     metrics.count_readouts(items.values())
-    metrics.courier_lag.labels(stage).observe(max(0.0, time.time() - inbox.step_ended_at_s))
+    if items:
+        metrics.courier_lag.labels(stage).observe(max(0.0, time.time() - inbox.step_ended_at_s))
 
 
 def _show_progress(choice: Choice, items: dict[str, Readout] | None) -> None:

@@ -11,8 +11,9 @@ from guard.telemetry.family import Family, Values
 HEAD = """\
 # Metrics
 
-Written by `python -m guard.telemetry.reference`; a test compares. Names, labels and their values are a contract: dashboards
-and alerts in [dashboards](../dashboards/README.md) rely on them, and a change is in the [changelog](../CHANGELOG.md).
+Written by `python -m guard.telemetry.reference`; a test compares. Names, labels and their values are a contract:
+dashboards and alerts in [dashboards](../dashboards/README.md) rely on them, and a change of them is in the
+[changelog](../CHANGELOG.md).
 
 No label holds anything that a client chooses. Every series exists before the first request, so that a rate is 0 and
 not absent. Histograms have `_bucket`, `_sum` and `_count`.

@@ -1,0 +1,119 @@
+"""What the aperture counts, as vLLM's own ``/metrics`` shows it, on a server that does everything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from guard.mia.metrics import ENGINE, KINDS
+from tests.engine.server import COMPLETIONS, SPEC, Server, save_vector
+
+Found = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+async def metrics(server: Server) -> Found:
+    status, text = await server.request("GET", "/metrics", key=None)
+    assert status == 200
+    families = text_string_to_metric_families(text.decode())
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def value(found: Found, name: str, **labels: str) -> float:
+    return found[name, frozenset(labels.items())]
+
+
+def grown(before: Found, after: Found, name: str) -> dict[str, float]:
+    """By the value of a metric's one label: by how much it has grown, where it has."""
+    labelled = {labels: after[n, labels] - before[n, labels] for n, labels in after if n == name}
+    return {next(iter(dict(labels).values()), ""): one for labels, one in labelled.items() if one}
+
+
+async def test_every_series_is_there_and_is_what_is_declared(server: Server) -> None:
+    _, text = await server.request("GET", "/metrics", key=None)
+    ours = [one for one in text_string_to_metric_families(text.decode()) if one.name.startswith("mia_")]
+    exposed = {
+        one.name + ("_total" if one.type == "counter" else ""): one for one in ours if "_created" not in one.name
+    }
+    assert exposed.keys() == {family.name for family in ENGINE}
+    for family in ENGINE:
+        one = exposed[family.name]
+        assert (one.type, one.documentation) == (family.kind, family.meaning)
+        for label, values in family.labels.items():
+            assert {sample.labels[label] for sample in one.samples} == set(values)
+
+
+async def test_readouts_count_by_kind_with_their_rows_bytes_and_times(server: Server) -> None:
+    before = await metrics(server)
+    event = await server.event()
+    after = await metrics(server)
+    (readouts,) = event["readouts"]
+    prompt = readouts["prompt_tokens"]
+    assert grown(before, after, "mia_requests_total") == {"readouts": 1}
+    assert grown(before, after, "mia_captured_rows_total") == {
+        "hidden": 1,
+        "rows": prompt,
+        "attention": 1,
+        "qk": prompt,
+    }
+    sizes = grown(before, after, "mia_captured_bytes_total")
+    assert (sizes["hidden"], sizes["rows"]) == (4 * 128, 4 * 128 * prompt)
+    assert grown(before, after, "mia_courier_lag_seconds_count") == {"prompt": 1}
+    assert grown(before, after, "mia_queue_wait_seconds_count") == {"": 1}
+    assert 0 < sum(grown(before, after, "mia_courier_lag_seconds_sum").values()) < 60
+    for kind in KINDS:
+        labels = {"kind": kind, "status": "complete"}
+        counted = value(after, "mia_readouts_total", **labels) - value(before, "mia_readouts_total", **labels)
+        assert counted == (kind in sizes)
+
+
+async def test_what_asks_for_nothing_and_what_is_refused_is_counted_too(server: Server) -> None:
+    before = await metrics(server)
+    plain = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
+    assert (await server.request("POST", COMPLETIONS, json=plain))[0] == 200
+    assert (await server.ask(spec={"hidden": {"h": {"layer": 99}}}))[0] == 400
+    unknown = {**SPEC, "spans": {"start": "tool"}}
+    status, answer = await server.ask(spec=unknown)
+    assert status in (200, 400), answer
+    after = await metrics(server)
+    assert grown(before, after, "mia_requests_total")["nothing"] == 1
+    assert grown(before, after, "mia_refused_specs_total")[""] >= 1
+
+
+async def test_a_readout_that_finds_no_space_is_counted_under_the_setting(server: Server) -> None:
+    before = await metrics(server)
+    hidden = {f"h{layer}": {"layer": layer, "positions": "all"} for layer in (1, 2, 3)}
+    event = await server.event(path=COMPLETIONS, prompt=[5] * 1200, spec={"hidden": hidden})
+    dropped = [item for one in event["readouts"] for item in one["items"].values() if item["status"] == "dropped"]
+    reasons = {item["reason"].partition("(")[2].rstrip(")") for item in dropped}
+    after = await metrics(server)
+    assert dropped
+    assert grown(before, after, "mia_dropped_readouts_total") == {reason: len(dropped) for reason in reasons}
+
+
+async def test_steering_counts_requests_tokens_doses_and_gates(server: Server) -> None:
+    before = await metrics(server)
+    steer = {"vector": "push", "layer": 1, "coefficient": 2.0}
+    assert (await server.ask(spec={"steer": [steer]}))[0] == 200
+    never = {"readout": "h", "above": 1e9}
+    captures = {"hidden": {"h": {"layer": 1}}}
+    status, answer = await server.ask(spec={**captures, "steer": [{**steer, "gate": never}]})
+    after = await metrics(server)
+    assert grown(before, after, "mia_steered_requests_total") == {"": 1}
+    assert grown(before, after, "mia_steered_tokens_total").keys() == {"whole"}
+    assert grown(before, after, "mia_steering_relative_dose_count") == {"": 1}
+    assert grown(before, after, "mia_requests_total")["steering"] == 1
+    if status == 200:
+        assert grown(before, after, "mia_gates_total") == {"shut": 1}, json.loads(answer)["mia"]
+
+
+async def test_the_bank_says_what_is_in_it_and_what_it_has_room_for(server: Server, model_folder: Path) -> None:
+    assert value(await metrics(server), "mia_bank_vectors") == 1
+    assert value(await metrics(server), "mia_bank_capacity") == 2
+    save_vector(model_folder, "counted", 3)
+    assert (await server.request("PUT", "/v1/mia/vectors/counted"))[0] == 200
+    assert value(await metrics(server), "mia_bank_vectors") == 2
+    assert (await server.request("DELETE", "/v1/mia/vectors/counted"))[0] == 200
+    assert value(await metrics(server), "mia_bank_vectors") == 1
