@@ -29,7 +29,7 @@ MODEL = "smollm2-135m"
 INJECTION_SHARE, STREAM_SHARE, DOCUMENT_SHARE = 0.12, 0.5, 0.15
 ATTACK_SHARE = 0.6
 """Of injections in the second half, as in an attack."""
-PER_S = 1.5
+PER_S = 1.0
 POINTS = 120
 VARIABLES = {"job": "guard", "engine": "vllm", "detector": ".+", "policy": "default"}
 COLOURS = ("#3274d9", "#e02f44", "#56a64b", "#ff9830", "#8f3bb8", "#1f9e9e", "#b877d9", "#7d6608", "#8ab8ff", "#ffa6b0")
@@ -88,7 +88,7 @@ async def draw(server: Prometheus, page: Page, start_s: float, end_s: float, fil
                 expr = filled_in(query.expr, VARIABLES)
                 found = await server.query_range(expr, start_s, end_s, (end_s - start_s) / POINTS)
                 answers += [(_legend(query.legend, one["metric"]), one) for one in found]
-            _plot(axes, panel, answers, start_s)
+            _plot(axes, panel, answers, start_s, end_s - start_s)
     figure.savefig(file, dpi=72)
 
 
@@ -107,11 +107,14 @@ def _points(one: Series, start_s: float) -> tuple[list[float], list[float]]:
     return [at for at, _ in pairs], [value for _, value in pairs]
 
 
-def _plot(axes: Any, panel: Panel, answers: list[tuple[str, Series]], start_s: float) -> None:
+def _plot(axes: Any, panel: Panel, answers: list[tuple[str, Series]], start_s: float, length_s: float) -> None:
     from matplotlib.ticker import MultipleLocator
 
     axes.set_title(panel.title, fontsize=9, loc="left")
     axes.tick_params(labelsize=7, length=2)
+    axes.xaxis.set_major_locator(MultipleLocator(60))
+    axes.xaxis.set_major_formatter(lambda value, _position: f"{value / 60:.0f} min")
+    axes.set_xlim(0, length_s)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     shown = [(legend, *_points(one, start_s)) for legend, one in answers]
@@ -135,8 +138,6 @@ def _plot(axes: Any, panel: Panel, answers: list[tuple[str, Series]], start_s: f
             axes.plot(xs, ys, color=colours[number], linewidth=1.2)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _position: _text(value, panel.unit))
-    axes.xaxis.set_major_locator(MultipleLocator(60))
-    axes.xaxis.set_major_formatter(lambda value, _position: f"{value / 60:.0f} min")
     if any(legend for legend, _, _ in shown) and not nothing:
         handles = [axes.plot([], [], color=colour, linewidth=3)[0] for colour in colours]
         names = [legend for legend, _, _ in shown]
@@ -182,7 +183,7 @@ def _text(value: float, unit: str) -> str:
             f"{value * 1e6:.0f} µs" if 0 < value < 1e-3 else f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
         )
     if unit == "Bps":
-        return f"{value / 1024:.3g} KiB/s"
+        return f"{value / 1000:.3g} kB/s"
     return f"{value:.3g}{'/s' if unit in ('reqps', 'cps') else ''}"
 
 

@@ -43,8 +43,11 @@ DONE = Row(
     (
         Panel(
             "Asked of the aperture",
-            "Prompts by what they ask for.",
-            (Query(rate("mia_requests_total", ENGINE, by="asks"), "{{asks}}"),),
+            "Prompts by what they ask for. refused: for something that this engine has no taps for, or that cannot be.",
+            (
+                Query(rate("mia_requests_total", ENGINE, by="asks"), "{{asks}}"),
+                Query(rate("mia_refused_specs_total", ENGINE), "refused"),
+            ),
             "reqps",
             "stacked",
         ),
