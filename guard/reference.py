@@ -29,7 +29,7 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `GET /v1/models`, `GET /v1/models/ID` | vLLM's list, one entry of it |
 | `GET /livez` | 200 while the proxy lives |
 | `GET /readyz`, `GET /health` | 200 while a vLLM is healthy too and the proxy is not told to stop, else 503: below |
-| `GET /metrics` | Prometheus; [what each series means](../dashboards/README.md) |
+| `GET /metrics` | Prometheus; [what each series means](metrics.md) |
 
 Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in
 `vllm_xargs`, `use_beam_search`, `add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`,
