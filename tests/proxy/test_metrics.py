@@ -52,7 +52,7 @@ async def test_a_score_has_a_time_and_one_that_is_missing_says_how(start_proxy: 
         assert 0 < taken_s < 5
         engine.event = "dropped"
         await proxy.post()
-        engine.event, engine.event_delay_s = "ok", 20.0
+        engine.event, engine.event_delay_s = "ok", 1.5
         await proxy.post()
         engine.event, engine.event_delay_s = "garbled", 0.0
         await proxy.post()
