@@ -29,13 +29,11 @@ from guard.proxy_server import StartError
 from guard.settings import Settings, SettingsError
 from guard.supervisor import backoff
 from guard.telemetry.ledger import LedgerError
+from guard.telemetry.metrics import SHARED_FOLDER
 
 READY = b"ready"
 STOP_GRACE_S = 10.0
 """Beyond what draining may take."""
-
-METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus-client's variable: with it, each process keeps its series in a file there, and any of them tells all."""
 
 SPAWN = multiprocessing.get_context("spawn")
 """No fork: a child would begin with this process' locks, sockets and event loop."""
@@ -50,7 +48,7 @@ class Worker:
     def __init__(self, settings: Settings, listener: socket.socket, metrics: str) -> None:
         self._link, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=_work, args=(settings, listener, theirs), name="guard-proxy")
-        with _variable(METRICS_FOLDER, metrics):
+        with _variable(SHARED_FOLDER, metrics):
             self.process.start()
         theirs.close()
 

@@ -27,8 +27,8 @@ from guard.telemetry.record import Beside, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable with the folder of files that several worker processes count in. It must be set before
-prometheus-client is imported, be empty at start, and not be passed on to vLLM, which has series of its own."""
+"""prometheus-client's variable: the folder of files that several worker processes count in. It must be set before
+prometheus-client is imported, be empty at start, and not be passed on to vLLM, which has a use for it, too."""
 
 Bound = tuple[str, str, str, float]
 """Rule, detector, ``at_least`` or ``below``, and the score that it is."""
@@ -192,11 +192,6 @@ class Metrics:
         merged = CollectorRegistry()
         multiprocess.MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
         return generate_latest(merged)
-
-
-def forget_process(pid: int) -> None:
-    """A worker process that shared the folder has ended: what it had under way is over. Its counters stay."""
-    multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
 
 def status_of(score: Score) -> str:

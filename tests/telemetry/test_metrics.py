@@ -186,7 +186,8 @@ def test_two_proxies_in_one_process_do_not_share_their_counts(metrics: Metrics) 
 
 WORKER = """
 import sys
-from guard.telemetry.metrics import PolicyLabels, forget_process
+from prometheus_client.multiprocess import mark_process_dead
+from guard.telemetry.metrics import PolicyLabels
 from tests.telemetry.records import blocked, metrics_of
 
 metrics = metrics_of()
@@ -196,7 +197,7 @@ for line in sys.stdin:
         case ["begin"]: metrics.in_flight.labels("other").inc()
         case ["reload", hash]: metrics.show([PolicyLabels("default", hash * 64, (), {})])
         case ["fail"]: metrics.count_reload("failure")
-        case ["forget", pid]: forget_process(int(pid))
+        case ["forget", pid]: mark_process_dead(int(pid))
         case ["show"]: sys.stdout.write(metrics.exposition().decode())
     print("done", flush=True)
 """
