@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from guard.mia.metrics import ENGINE, KINDS
+from guard.mia.results import HiddenReadout, Readouts, size_bytes
 from tests.engine.server import COMPLETIONS, SPEC, Server, save_vector
 
 Found = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
@@ -49,24 +51,25 @@ async def test_readouts_count_by_kind_with_their_rows_bytes_and_times(server: Se
     before = await metrics(server)
     event = await server.event()
     after = await metrics(server)
-    (readouts,) = event["readouts"]
-    prompt = readouts["prompt_tokens"]
+    told = [Readouts.from_wire(one) for one in event["readouts"]]
+    items = [item for one in told for item in one.items.values()]
+    assert {item.kind for item in items} == {"hidden", "rows", "attention", "qk"}
     assert grown(before, after, "mia_requests_total") == {"readouts": 1}
-    assert grown(before, after, "mia_captured_rows_total") == {
-        "hidden": 1,
-        "rows": prompt,
-        "attention": 1,
-        "qk": prompt,
-    }
-    sizes = grown(before, after, "mia_captured_bytes_total")
-    assert (sizes["hidden"], sizes["rows"]) == (4 * 128, 4 * 128 * prompt)
-    assert grown(before, after, "mia_courier_lag_seconds_count") == {"prompt": 1}
+    rows, sizes = Counter[str](), Counter[str]()
+    for item in items:
+        rows[item.kind] += 1 if isinstance(item, HiddenReadout) else len(item.positions)
+        sizes[item.kind] += size_bytes(item)
+    assert grown(before, after, "mia_captured_rows_total") == rows
+    assert grown(before, after, "mia_captured_bytes_total") == sizes
+    assert sizes["hidden"] == 4 * 128
+    assert grown(before, after, "mia_courier_lag_seconds_count") == Counter(one.stage for one in told)
     assert grown(before, after, "mia_queue_wait_seconds_count") == {"": 1}
     assert 0 < sum(grown(before, after, "mia_courier_lag_seconds_sum").values()) < 60
+    counts = Counter(item.kind for item in items)
     for kind in KINDS:
         labels = {"kind": kind, "status": "complete"}
         counted = value(after, "mia_readouts_total", **labels) - value(before, "mia_readouts_total", **labels)
-        assert counted == (kind in sizes)
+        assert counted == counts[kind]
 
 
 async def test_what_asks_for_nothing_and_what_is_refused_is_counted_too(server: Server) -> None:
@@ -85,12 +88,12 @@ async def test_what_asks_for_nothing_and_what_is_refused_is_counted_too(server: 
 async def test_a_readout_that_finds_no_space_is_counted_under_the_setting(server: Server) -> None:
     before = await metrics(server)
     hidden = {f"h{layer}": {"layer": layer, "positions": "all"} for layer in (1, 2, 3)}
-    event = await server.event(path=COMPLETIONS, prompt=[5] * 1200, spec={"hidden": hidden})
+    event = await server.event(path=COMPLETIONS, prompt=[5] * 1600, spec={"hidden": hidden})
     dropped = [item for one in event["readouts"] for item in one["items"].values() if item["status"] == "dropped"]
-    reasons = {item["reason"].partition("(")[2].rstrip(")") for item in dropped}
-    after = await metrics(server)
     assert dropped
-    assert grown(before, after, "mia_dropped_readouts_total") == {reason: len(dropped) for reason in reasons}
+    assert all("(max_answer_bytes)" in item["reason"] for item in dropped)
+    after = await metrics(server)
+    assert grown(before, after, "mia_dropped_readouts_total") == {"max_answer_bytes": len(dropped)}
 
 
 async def test_steering_counts_requests_tokens_doses_and_gates(server: Server) -> None:

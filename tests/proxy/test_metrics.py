@@ -6,11 +6,14 @@ import asyncio
 import re
 from pathlib import Path
 
+import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from guard import __version__
 from guard.proxy.keys import Limits, NewKey, create_key
 from tests.proxy import detectors
+from tests.proxy.command import guard_proxy
 from tests.proxy.conftest import BLOCKED, BODY, IMPATIENT, POLICY, Proxy, StartProxy, eventually
 from tests.proxy.engine import FakeEngine, running
 
@@ -35,8 +38,12 @@ rules:
 async def value(proxy: Proxy, name: str, **labels: str) -> float:
     status, _, text = await proxy.get("/metrics")
     assert status == 200
-    families = text_string_to_metric_families(text.decode())
-    (found,) = [one.value for family in families for one in family.samples if one.name == name and one.labels == labels]
+    return value_in(text.decode(), name, **labels)
+
+
+def value_in(text: str, name: str, **labels: str) -> float:
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    (found,) = [one.value for one in samples if one.name == name and one.labels == labels]
     return found
 
 
@@ -115,3 +122,25 @@ async def test_policy_files_that_cannot_be_used_show_until_they_can(start_proxy:
         assert await value(proxy, "guard_rule_threshold", **labels) == 0.95
         hashes = re.findall(rb'^guard_policy_info\{hash="(\w+)"', (await proxy.get("/metrics"))[2], re.MULTILINE)
         assert len(hashes) == 1
+
+
+async def test_whichever_worker_is_asked_it_tells_what_all_have_counted(tmp_path: Path) -> None:
+    """Two real processes behind one port."""
+    async with running(FakeEngine()) as engine, guard_proxy(tmp_path, engine, "--workers", "2") as proxy:
+
+        async def fetch(session: aiohttp.ClientSession) -> str:
+            async with session.get(f"{proxy.url}/metrics") as answer:
+                assert answer.status == 200
+                return await answer.text()
+
+        # Connections of their own, which both processes take from the one socket.
+        await asyncio.gather(*(proxy.ask("POST", CHAT, json=BODY) for _ in range(24)))
+        completed = {"route": CHAT, "policy": "test", "action": "allow", "outcome": "completed"}
+        for _ in range(8):
+            async with aiohttp.ClientSession() as session:
+                text = await fetch(session)
+            assert value_in(text, "guard_requests_total", **completed) == 24
+            assert value_in(text, "guard_detector_score_count", detector="danger", kind="probe") == 24
+            assert value_in(text, "guard_requests_in_flight", route=CHAT) == 0
+            assert value_in(text, "guard_policy_files_in_force") == 1
+            assert value_in(text, "guard_build_info", version=__version__) == 1
