@@ -4,13 +4,14 @@ should be some."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
 from bench.prometheus import Prometheus, QueryError, filled_in, groups, installed, prometheus
@@ -29,26 +30,37 @@ VARIABLES = {"job": "guard", "engine": "vllm", "detector": "injection|focus", "p
 LIMIT_S = 60.0
 
 
-async def ask(session: aiohttp.ClientSession, pair: RunningPair, text: str, **more: Any) -> None:
-    messages = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": text}]
-    body = {"model": MODEL, "messages": messages, "max_tokens": 4, **more}
-    async with session.post(f"{pair.proxy_url}/v1/chat/completions", json=body) as answer:
-        assert answer.status in (200, 400), await answer.text()
-        await answer.read()
+def send(pair: RunningPair) -> None:
+    """Answers and blocks, whole and streamed."""
+    client = openai.OpenAI(base_url=f"{pair.proxy_url}/v1", api_key="unused", max_retries=0)
+    for stream in (False, True):
+        for text in ("What is the capital of France?", INJECTION):
+            messages = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": text}]
+            asked: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 4, "stream": stream}
+            with contextlib.suppress(openai.BadRequestError):
+                answer = client.chat.completions.create(**asked)
+                _ = list(answer) if stream else answer
+
+
+@pytest.fixture(scope="module")
+def prometheus_url(running_pair: RunningPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """It has seen the pair before and after answers, blocks and streams."""
+    with prometheus(tmp_path_factory.mktemp("prometheus"), running_pair.proxy_url, running_pair.engine_url) as url:
+
+        async def until_it_says(expr: str) -> None:
+            async with aiohttp.ClientSession() as session:
+                await until(Prometheus(session, url), expr)
+
+        asyncio.run(until_it_says('sum(up{job=~"guard|vllm"}) == 2'))
+        send(running_pair)
+        asyncio.run(until_it_says('sum(increase(guard_requests_total{action="block"}[1m])) > 0'))
+        yield url
 
 
 @pytest.fixture
-async def server(running_pair: RunningPair, tmp_path: Path) -> AsyncIterator[Prometheus]:
-    """It has seen answers, blocks and streams, before and after its first look."""
-    with prometheus(tmp_path, running_pair.proxy_url, running_pair.engine_url) as url:
-        async with aiohttp.ClientSession() as session:
-            server = Prometheus(session, url)
-            await until(server, 'sum(up{job=~"guard|vllm"}) == 2')
-            for stream in (False, True):
-                await ask(session, running_pair, "What is the capital of France?", stream=stream)
-                await ask(session, running_pair, INJECTION, stream=stream)
-            await until(server, 'sum(increase(guard_requests_total{action="block"}[1m])) > 0')
-            yield server
+async def server(prometheus_url: str) -> AsyncIterator[Prometheus]:
+    async with aiohttp.ClientSession() as session:
+        yield Prometheus(session, prometheus_url)
 
 
 async def until(server: Prometheus, expr: str) -> list[Any]:
