@@ -1,12 +1,12 @@
-"""``guard steer learn`` from start to end: pairs in, one file for each layer out.
+"""``guard steer learn`` and ``guard steer sweep`` from start to end.
 
-Owns the order of the steps and what a vector's record says.
+Owns the order of the steps, and what the record of a vector and the file of a sweep say about how they were made.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from guard.mia.engine_config import EngineConfig
 from guard.steering.learning import Learnt, Method, learn
 from guard.steering.rows import Pairs
 from guard.steering.states import At, Reading, default_store, read_states
+from guard.steering.sweep import Result, Sweep, Trial, kept_trials, run_sweep, sweep_key, write_trials
 from guard.steering.vector_files import name_at, write_vector
 
 TOKENS_PER_STEP = 2048
@@ -90,3 +91,52 @@ def write_vectors(job: LearnJob, learnt: list[Learnt], folder: Path) -> list[Pat
         )
         for one in learnt
     ]
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """``vectors``: the model's steering folder. ``out``: the trials' file."""
+
+    sweep: Sweep
+    model: Path
+    config_key: str
+    vectors: Path
+    out: Path
+    command: str
+
+
+def sweep_settings(job: SweepJob, progress: Callable[[int], None]) -> Result:
+    """Try all settings, keeping what is done in ``job.out``. ``progress`` gets the number of settings done, of which
+    the unsteered one is one."""
+    sweep = job.sweep
+    model_sha256 = weights_sha256(job.model)
+    vectors = {
+        layer: (job.vectors / f"{name_at(sweep.name, layer)}.safetensors").read_bytes() for layer in sweep.layers
+    }
+    key = sweep_key(sweep, model_sha256, vectors)
+    about = {
+        "vector": sweep.name,
+        "model": job.config_key,
+        "model_sha256": model_sha256,
+        "measure": sweep.measure.name,
+        "phase": sweep.phase,
+        "max_tokens": sweep.max_tokens,
+        "prompts": len(sweep.prompts.conversations),
+        "prompts_sha256": sweep.prompts.sha256,
+        "perplexity_factor": sweep.perplexity_factor,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": job.command,
+        "versions": versions(),
+    }
+
+    def keep(trials: Sequence[Trial]) -> None:
+        write_trials(job.out, key, trials, about)
+        progress(len(trials))
+
+    kept = kept_trials(job.out, key)
+    progress(len(kept))
+    wanted = {(layer, c) for layer in sweep.layers for c in sweep.coefficients} | {(0, 0.0)}
+    if wanted <= {(one.layer, one.coefficient) for one in kept}:
+        return run_sweep(None, sweep, kept, keep)
+    with open_engine(job.model, sweep.engine_config(job.vectors)) as llm:
+        return run_sweep(llm, sweep, kept, keep)

@@ -67,7 +67,7 @@ class Prompts:
 
 
 def read_pairs(path: Path) -> Pairs:
-    """Rows of ``{"positive": ..., "negative": ...}``, each a user's text or a list of messages. Raises ``RowsError``."""
+    """Rows of ``{"positive": ..., "negative": ...}``, each a user's text or messages. Raises ``RowsError``."""
     rows, digest = _read(path, _Pair)
     if len(rows) < LEAST_PAIRS:
         raise RowsError(f"{path}: has {len(rows)} pairs; a vector needs at least {LEAST_PAIRS}")
@@ -75,7 +75,7 @@ def read_pairs(path: Path) -> Pairs:
 
 
 def read_prompts(path: Path) -> Prompts:
-    """Rows of ``{"prompt": ...}``, a user's text or a list of messages. Raises ``RowsError``."""
+    """Rows of ``{"prompt": ...}``, a user's text or messages. Raises ``RowsError``."""
     rows, digest = _read(path, _Prompt)
     if not rows:
         raise RowsError(f"{path}: has no rows")

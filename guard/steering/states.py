@@ -114,7 +114,9 @@ def read_states(
         with open_engine() as llm:
             for start in range(0, len(todo), CONVERSATIONS_AT_ONCE):
                 some = todo[start : start + CONVERSATIONS_AT_ONCE]
-                for i, readouts in zip(some, llm.read([conversations[i] for i in some], store.reading.spec), strict=True):
+                for i, readouts in zip(
+                    some, llm.read([conversations[i] for i in some], store.reading.spec), strict=True
+                ):
                     try:
                         states[i] = store.reading.states(readouts)
                     except StatesError as error:

@@ -47,7 +47,9 @@ class VectorNameError(ValueError):
 def checked_name(name: str, layers: Iterable[int]) -> str:
     """``name``, if the names that it gives at ``layers`` are names of vectors. Raises ``VectorNameError``."""
     if not all(NAME.fullmatch(name_at(name, layer)) for layer in layers):
-        raise VectorNameError(f"{name!r} is no name of a vector: letters, digits, '_', '-' and '.', up to 64 with -LAYER")
+        raise VectorNameError(
+            f"{name!r} is no name of a vector: letters, digits, '_', '-' and '.', up to 64 with -LAYER"
+        )
     return name
 
 
