@@ -196,9 +196,9 @@ def list_(model: Model = "smollm2-135m", configs: Configs = None) -> None:
 
 
 def _steering(configs: Path | None, key: str) -> Path:
-    from guard.data import data_folder
+    from guard.data import data_folder, steering_folder
 
-    return (configs or data_folder("model_configs")) / "steering" / key
+    return steering_folder(configs or data_folder("model_configs"), key)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""What a sweep can measure of steered answers, by the name that a user writes; higher is stronger. Owns these measures.
+"""What a sweep can measure of steered answers, by the name that a user writes; higher is stronger.
 
-``language:fr`` the share of function words of one language. ``pattern:REGEX`` the share of answers that have it in them.
-``words:YES|NO`` by how much likelier, in log-probability, an answer begins with one of the first words than with one of
-the second (each side several, with commas). ``probe:FILE`` the mean score that a calibrated probe gives to the
-conversation with the answer in it, as the unsteered model reads it.
+Owns these measures. ``language:fr`` is the share of function words of one language, ``pattern:REGEX`` the share of
+answers in which it is found. ``words:YES|NO`` says by how much likelier, in log-probability, an answer begins with one
+of the first words than with one of the second; each side is one word or several with commas. ``probe:FILE`` is the mean
+score that a calibrated probe gives to the conversation with the answer in it, as the unsteered model reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Measure:
-    """``value``: of the answers under one setting, with the engine that gave them. ``layers``: of hidden states that the
+    """``value``: of the answers under one setting, with the engine that gave them. ``layers``: whose hidden states the
     engine must have taps for."""
 
     name: str
