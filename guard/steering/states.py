@@ -34,7 +34,7 @@ Conversation = Sequence[Mapping[str, str]]
 
 
 class StatesError(RuntimeError):
-    """The engine gave no state for a conversation; the message has its number and the reason, never its text."""
+    """The engine gave no state for a conversation; the message has the layer and the reason, never the text."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,14 @@ def read_states(
         with open_engine() as llm:
             for start in range(0, len(todo), CONVERSATIONS_AT_ONCE):
                 some = todo[start : start + CONVERSATIONS_AT_ONCE]
-                for i, readouts in zip(
-                    some, llm.read([conversations[i] for i in some], store.reading.spec), strict=True
-                ):
-                    try:
-                        states[i] = store.reading.states(readouts)
-                    except StatesError as error:
-                        raise StatesError(f"conversation {i + 1}: {error}") from None
-                    store.put(conversations[i], states[i])
+                for i, own in zip(some, states_of(llm, [conversations[i] for i in some], store.reading), strict=True):
+                    states[i] = own
+                    store.put(conversations[i], own)
                 progress(len(states))
     return np.stack([states[i] for i in range(len(conversations))])
+
+
+def states_of(llm: Any, conversations: Sequence[Conversation], reading: Reading) -> FloatArray:
+    """``[conversations, layers, hidden_size]``, read with a ``MiaLLM`` that has the taps. Raises ``StatesError``."""
+    read: list[Readouts] = llm.read(conversations, reading.spec)
+    return np.stack([reading.states(readouts) for readouts in read])
