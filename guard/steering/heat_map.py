@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-CELL_W, CELL_H, LEFT, TOP, FOOT, LINE = 92, 40, 96, 62, 30, 17
+LEFT, TOP, FOOT, LINE = 96, 62, 30, 17
+CELL = (92, 40)
+"""Width and height of a cell with two lines."""
 LOW, HIGH = (247, 251, 255), (8, 69, 148)
 """Colours of the least and the greatest value."""
 
@@ -26,27 +28,36 @@ class Cell:
 
 
 def heat_map(
-    title: str, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Cell]], notes: Sequence[str] = ()
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Sequence[Sequence[Cell]],
+    notes: Sequence[str] = (),
+    size: tuple[int, int] = CELL,
 ) -> str:
-    """``cells[row][column]``. title: one line; the names of rows and columns stand at the edges, notes below."""
+    """``cells[row][column]``. title: one line; the names of rows and columns stand at the edges, notes below.
+
+    size: width and height of a cell, in pixels.
+    """
+    cell_w, cell_h = size
     values = [cell.value for row in cells for cell in row]
     low, high = min(values), max(values)
-    width = max(LEFT + CELL_W * len(columns) + 12, 12 + int(7.0 * max(map(len, (title, *notes)))))
-    height = TOP + CELL_H * len(rows) + FOOT + LINE * len(notes)
+    width = max(LEFT + cell_w * len(columns) + 12, 12 + int(7.0 * max(map(len, (title, *notes)))))
+    height = TOP + cell_h * len(rows) + FOOT + LINE * len(notes)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="13">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(12, 22, title, size=15, anchor="start", weight="bold"),
     ]
-    parts += [_text(LEFT + CELL_W * (j + 0.5), TOP - 8, name) for j, name in enumerate(columns)]
+    parts += [_text(LEFT + cell_w * (j + 0.5), TOP - 8, name) for j, name in enumerate(columns)]
     for i, (name, row) in enumerate(zip(rows, cells, strict=True)):
-        y = TOP + CELL_H * i
-        parts.append(_text(LEFT - 8, y + CELL_H / 2 + 4, name, anchor="end"))
-        parts += [_cell(LEFT + CELL_W * j, y, cell, _share(cell.value, low, high)) for j, cell in enumerate(row)]
+        y = TOP + cell_h * i
+        parts.append(_text(LEFT - 8, y + cell_h / 2 + 4, name, anchor="end"))
+        parts += [_cell(LEFT + cell_w * j, y, cell, _share(cell.value, low, high), size) for j, cell in enumerate(row)]
     for i, row in enumerate(cells):
-        parts += [_frame(LEFT + CELL_W * j, TOP + CELL_H * i) for j, cell in enumerate(row) if cell.framed]
-    below = TOP + CELL_H * len(rows) + FOOT - 6
+        parts += [_frame(LEFT + cell_w * j, TOP + cell_h * i, size) for j, cell in enumerate(row) if cell.framed]
+    below = TOP + cell_h * len(rows) + FOOT - 6
     parts += [_text(12, below + LINE * i, note, size=12, anchor="start") for i, note in enumerate(notes)]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -55,22 +66,23 @@ def _share(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low) if high > low else 0.0
 
 
-def _cell(x: float, y: float, cell: Cell, share: float) -> str:
+def _cell(x: float, y: float, cell: Cell, share: float, size: tuple[int, int]) -> str:
+    width, height = size
     colour = ",".join(str(round(a + share * (b - a))) for a, b in zip(LOW, HIGH, strict=True))
     ink = "white" if share > 0.55 else "black"
-    middle, second = x + CELL_W / 2, y + CELL_H - 8
-    drawn = f'<rect x="{x}" y="{y}" width="{CELL_W}" height="{CELL_H}" fill="rgb({colour})" stroke="white"/>'
-    drawn += _text(middle, y + (17 if cell.small else 25), cell.text, fill=ink)
+    middle, second = x + width / 2, y + height - 8
+    drawn = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="rgb({colour})" stroke="white"/>'
+    drawn += _text(middle, y + (17 if cell.small else height / 2 + 5), cell.text, fill=ink)
     if cell.small:
         drawn += _text(middle, second, cell.small, size=11, fill=ink)
     if cell.faded:
-        drawn += f'<path d="M{x + 3} {y + CELL_H - 3}L{x + CELL_W - 3} {y + 3}" stroke="#b2182b" stroke-width="1.5"/>'
+        drawn += f'<path d="M{x + 3} {y + height - 3}L{x + width - 3} {y + 3}" stroke="#b2182b" stroke-width="1.5"/>'
     return drawn
 
 
-def _frame(x: float, y: float) -> str:
-    size = f'width="{CELL_W - 3}" height="{CELL_H - 3}"'
-    return f'<rect x="{x + 1.5}" y="{y + 1.5}" {size} fill="none" stroke="#e08214" stroke-width="4"/>'
+def _frame(x: float, y: float, size: tuple[int, int]) -> str:
+    inside = f'width="{size[0] - 3}" height="{size[1] - 3}"'
+    return f'<rect x="{x + 1.5}" y="{y + 1.5}" {inside} fill="none" stroke="#e08214" stroke-width="4"/>'
 
 
 def _text(

@@ -158,8 +158,8 @@ def test_the_words_measure_is_transformers_margin_under_the_steering(
         sums = []
         for word in words:
             ranges = {"both": None, "prefill": range(len(ids)), "decode": range(len(ids), len(ids) + len(word))}[phase]
-            push = oracle.Push(20, 1.0, loaded[20], positions=None if ranges is None else tuple(ranges))
-            (truth,) = oracle.logprobs(lab.model, [[*ids, *word]], push)
+            hook = oracle.Push(20, 1.0, loaded[20], positions=None if ranges is None else tuple(ranges))
+            (truth,) = oracle.logprobs(lab.model, [[*ids, *word]], hook)
             sums.append(truth[-len(word) :].sum())
         margins.append(np.logaddexp(sums[0], sums[1]) - sums[2])
     assert found == pytest.approx(float(np.mean(margins)), rel=TOLERANCE)
