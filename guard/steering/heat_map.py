@@ -72,11 +72,11 @@ def _cell(x: float, y: float, cell: Cell, share: float, size: tuple[int, int]) -
     ink = "white" if share > 0.55 else "black"
     middle, second = x + width / 2, y + height - 8
     drawn = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="rgb({colour})" stroke="white"/>'
+    if cell.faded:
+        drawn += f'<path d="M{x + 3} {y + height - 3}L{x + width - 3} {y + 3}" stroke="#b2182b" stroke-width="1.5"/>'
     drawn += _text(middle, y + (17 if cell.small else height / 2 + 5), cell.text, fill=ink)
     if cell.small:
         drawn += _text(middle, second, cell.small, size=11, fill=ink)
-    if cell.faded:
-        drawn += f'<path d="M{x + 3} {y + height - 3}L{x + width - 3} {y + 3}" stroke="#b2182b" stroke-width="1.5"/>'
     return drawn
 
 
