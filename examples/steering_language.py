@@ -27,7 +27,7 @@ from guard.steering.states import Reading, states_of
 from guard.steering.vector_files import write_vector
 
 HERE = Path(__file__).parent
-LAYER, COEFFICIENTS, TOKENS = 6, (0.0, 0.6, 0.8), 32
+LAYER, COEFFICIENTS, TOKENS = 8, (0.0, 0.5, 0.75), 32
 
 
 def main() -> None:

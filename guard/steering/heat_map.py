@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-LEFT, TOP, FOOT, LINE = 96, 62, 30, 17
+LEFT, TOP, FOOT, LINE = 130, 62, 30, 17
 CELL = (92, 40)
 """Width and height of a cell with two lines."""
 LOW, HIGH = (247, 251, 255), (8, 69, 148)

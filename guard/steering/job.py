@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,12 @@ def sweep_settings(job: SweepJob, progress: Callable[[int], None]) -> Result:
     kept = kept_trials(job.out, key)
     progress(len(kept))
     wanted = {(layer, c) for layer in sweep.layers for c in sweep.coefficients} | {(0, 0.0)}
-    if wanted <= {(one.layer, one.coefficient) for one in kept}:
-        return run_sweep(None, sweep, kept, keep)
-    with open_engine(job.model, sweep.engine_config(job.vectors)) as llm:
-        return run_sweep(llm, sweep, kept, keep)
+    all_kept = wanted <= {(one.layer, one.coefficient) for one in kept}
+    engine = nullcontext() if all_kept else open_engine(job.model, sweep.engine_config(job.vectors))
+    with engine as llm:
+        result = run_sweep(llm, sweep, kept, keep)
+    best = result.recommended
+    chosen = None if best is None else {"layer": best.layer, "coefficient": best.coefficient}
+    tried = {(one.layer, one.coefficient): one for one in (*kept, result.unsteered, *result.trials)}
+    write_trials(job.out, key, list(tried.values()), {**about, "recommended": chosen})
+    return result

@@ -10,11 +10,13 @@ from guard.steering.sweep import LEAST_DISTINCT, Result, Sweep, Trial
 
 def table(sweep: Sweep, result: Result) -> Table:
     """A line for each setting; what does not keep to the limits is dim, what is recommended bold."""
-    shown = Table("layer", "coefficient", sweep.measure.name, "perplexity", "distinct", "dose", "", highlight=False)
+    shown = Table(
+        "layer", "coefficient", sweep.measure.name, "perplexity", "distinct", "dose", "limits", highlight=False
+    )
     best = result.recommended
     for trial in (result.unsteered, *result.trials):
         fits = result.keeps_to_limits(trial)
-        mark = "recommended" if trial == best else "" if fits else "beyond the limits"
+        mark = "recommended" if trial == best else "kept" if fits else "beyond"
         shown.add_row(*_cells(trial), mark, style="bold" if trial == best else "" if fits else "dim")
     return shown
 
