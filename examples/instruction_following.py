@@ -25,7 +25,7 @@ from guard.steering.states import Reading, states_of
 from guard.steering.vector_files import write_vector
 
 HERE = Path(__file__).parent
-LAYER, COEFFICIENT, TOKENS = 16, 2.0, 32
+LAYER, COEFFICIENT, TOKENS = 20, 2.0, 32
 IN_WORDS = " Answer with a bulleted list."
 LIST_ITEM = re.compile(r"(?m)^\s*([-*•]|\d+[.)]) ")
 
