@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.markup import escape
 from rich.table import Table
 
 from guard.steering.heat_map import Cell, heat_map
@@ -10,9 +11,8 @@ from guard.steering.sweep import LEAST_DISTINCT, Result, Sweep, Trial
 
 def table(sweep: Sweep, result: Result) -> Table:
     """A line for each setting; what does not keep to the limits is dim, what is recommended bold."""
-    shown = Table(
-        "layer", "coefficient", sweep.measure.name, "perplexity", "distinct", "dose", "limits", highlight=False
-    )
+    columns = ("layer", "coefficient", "effect", "perplexity", "distinct", "dose", "limits")
+    shown = Table(*columns, title=escape(f"{sweep.name}: {sweep.measure.name}"), highlight=False)
     best = result.recommended
     for trial in (result.unsteered, *result.trials):
         fits = result.keeps_to_limits(trial)

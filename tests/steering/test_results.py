@@ -47,3 +47,10 @@ def test_the_table_in_the_docs_is_of_the_recorded_sweep(name: str) -> None:
         (one,) = [one for one in (result.unsteered, *result.trials) if (one.layer, one.coefficient) == setting]
         assert shown == [f"{one.effect:.2f}", f"{one.perplexity:.2f}", f"{one.distinct:.2f}"]
         assert " ".join(one.example.split()).startswith(example)
+
+
+def test_what_the_docs_say_of_generated_tokens_alone_is_recorded() -> None:
+    result = recorded("french-decode")[1]
+    assert result.recommended is not None
+    (quoted,) = re.findall(r"the vector does less: ([\d.]+) within", (PAGES / RECORDED["french"]).read_text())
+    assert quoted == f"{result.recommended.effect:.2f}"
