@@ -97,12 +97,16 @@ def test_a_vector_is_learnt_and_swept_and_both_files_say_how(tmp_path: Path) -> 
     arguments = ["sweep", "list", "--prompts", PROMPTS, "--measure", "words:-|The", "--layers", "20"]
     arguments += ["--coefficients", "0.5,1", "--max-tokens", "4", "--perplexity-factor", "100", "--out", str(out)]
     done = run(*arguments)
-    assert done.returncode == 0, done.stderr[-2000:]
     swept = json.loads(out.read_text())
     assert [(one["layer"], one["coefficient"]) for one in swept["trials"]] == [(0, 0.0), (20, 0.5), (20, 1.0)]
-    assert swept["trials"][2]["effect"] > swept["trials"][0]["effect"]
-    assert f'"coefficient":{swept["recommended"]["coefficient"]}' in done.stdout
+    assert len({one["effect"] for one in swept["trials"]}) == 3
+    # Whether a vector from three pairs helps is not for this test to know, but that the command says so.
+    assert done.returncode == (3 if swept["recommended"] is None else 0), done.stderr[-2000:]
+    assert ("recommended: " in done.stdout) == (done.returncode == 0)
+    assert ("no setting has more effect" in done.stderr) == (done.returncode == 3)
     assert out.with_suffix(".svg").read_text().startswith("<svg")
+    assert "Loading" in done.stderr
     again = run(*arguments)
+    assert again.returncode == done.returncode
     assert json.loads(out.read_text())["trials"] == swept["trials"]
     assert "Loading" not in again.stderr
