@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-LEFT, TOP, FOOT, LINE = 130, 62, 30, 17
+TOP, FOOT, LINE = 62, 30, 17
 CELL = (92, 40)
 """Width and height of a cell with two lines."""
 LOW, HIGH = (247, 251, 255), (8, 69, 148)
@@ -40,9 +40,10 @@ def heat_map(
     size: width and height of a cell, in pixels.
     """
     cell_w, cell_h = size
+    left = 24 + int(7.5 * max(map(len, rows)))
     values = [cell.value for row in cells for cell in row]
     low, high = min(values), max(values)
-    width = max(LEFT + cell_w * len(columns) + 12, 12 + int(7.0 * max(map(len, (title, *notes)))))
+    width = max(left + cell_w * len(columns) + 12, 12 + int(7.0 * max(map(len, (title, *notes)))))
     height = TOP + cell_h * len(rows) + FOOT + LINE * len(notes)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -50,13 +51,13 @@ def heat_map(
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(12, 22, title, size=15, anchor="start", weight="bold"),
     ]
-    parts += [_text(LEFT + cell_w * (j + 0.5), TOP - 8, name) for j, name in enumerate(columns)]
+    parts += [_text(left + cell_w * (j + 0.5), TOP - 8, name) for j, name in enumerate(columns)]
     for i, (name, row) in enumerate(zip(rows, cells, strict=True)):
         y = TOP + cell_h * i
-        parts.append(_text(LEFT - 8, y + cell_h / 2 + 4, name, anchor="end"))
-        parts += [_cell(LEFT + cell_w * j, y, cell, _share(cell.value, low, high), size) for j, cell in enumerate(row)]
+        parts.append(_text(left - 8, y + cell_h / 2 + 4, name, anchor="end"))
+        parts += [_cell(left + cell_w * j, y, cell, _share(cell.value, low, high), size) for j, cell in enumerate(row)]
     for i, row in enumerate(cells):
-        parts += [_frame(LEFT + cell_w * j, TOP + cell_h * i, size) for j, cell in enumerate(row) if cell.framed]
+        parts += [_frame(left + cell_w * j, TOP + cell_h * i, size) for j, cell in enumerate(row) if cell.framed]
     below = TOP + cell_h * len(rows) + FOOT - 6
     parts += [_text(12, below + LINE * i, note, size=12, anchor="start") for i, note in enumerate(notes)]
     return "\n".join([*parts, "</svg>", ""])
