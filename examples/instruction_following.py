@@ -1,6 +1,6 @@
 """Answers as a list, with the instruction in a vector instead of in the prompt.
 
-    python examples/instruction_following.py
+    .venv/bin/python examples/instruction_following.py
 
 From 16 requests, each once with "Answer with a bulleted list." behind it and once with "Answer with one paragraph of
 plain text.", one engine learns what the first adds at the prompt's last token. Then other requests, which say nothing

@@ -1,6 +1,6 @@
 """Answers in French to English questions, without a word about it in the prompt: a vector is learnt, loaded, and added.
 
-    python examples/steering_language.py
+    .venv/bin/python examples/steering_language.py
 
 One engine does it all: it reads 16 pairs of answers, French and English; their difference becomes a vector, which is
 loaded while the engine runs and added to the residual stream of some requests and not of others. A model of 135 million
