@@ -29,6 +29,7 @@ from guard.help_texts import (
 from guard.keys_cli import keys_app
 from guard.ledger_cli import ledger_app
 from guard.policy_cli import policy_app
+from guard.steer_cli import steer_app
 
 app = typer.Typer(
     help="A guardrail that reads the model: an OpenAI-compatible proxy for vLLM.",
@@ -43,6 +44,7 @@ app.add_typer(policy_app, name="policy")
 app.add_typer(keys_app, name="keys")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(data_app, name="data")
+app.add_typer(steer_app, name="steer")
 app.command(epilog=CALIBRATE_END)(calibrate)
 app.command("eval", epilog=EVAL_END)(evaluate)
 

@@ -25,6 +25,6 @@ def default_policy() -> Path:
     return data_folder("policies") / "default.yaml"
 
 
-def steering_folder(config_key: str) -> Path:
+def steering_folder(model_configs: Path, config_key: str) -> Path:
     """Where the steering vectors of one model lie; the folder need not exist."""
-    return data_folder("model_configs") / "steering" / config_key
+    return model_configs / "steering" / config_key

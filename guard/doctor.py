@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from guard import machine
-from guard.data import default_policy, steering_folder
+from guard.data import data_folder, default_policy, steering_folder
 from guard.mia.engine_config import EngineConfig
 from guard.mia.plugin import SUPPORTED as SUPPORTED_VLLM
 from guard.mia.sizing import BuffersTooLargeError, LayerHeads, Sizing, StepLimits, in_units
@@ -208,8 +208,10 @@ def check_taps(
 
     try:
         resolved = resolve_model(model)
-        bound = bound_policies(policy, resolved.config_key).policies
-        config = engine_config_for(bound, steering_folder(resolved.config_key), state_folder())
+        bound = bound_policies(policy, resolved.config_key, data_folder("model_configs")).policies
+        config = engine_config_for(
+            bound, steering_folder(data_folder("model_configs"), resolved.config_key), state_folder()
+        )
     except StartError as error:
         return [Check("taps", "warn", str(error), "guard serve cannot start this: the engine's log says its sizes")]
     except (ModelError, PolicyError) as error:

@@ -110,3 +110,15 @@ VERIFY_END = closing(
     "guard ledger verify --anchor 4711:2d7116427cb1e0ab5e2f7e0d0ca5a9f1a55e6a2a4ad2a2b3ad58d5e4d4d3b7c1 --json",
 )
 STATS_END = closing("0, or 2 when there is no ledger", "guard ledger stats --since 2026-11-30 --json")
+STEER_LEARN_END = closing(
+    "0 when all files are written, 1 when the pairs or the model cannot be used",
+    "guard steer learn french --pairs examples/pairs/french.jsonl --at mean",
+    "guard steer learn polite --pairs pairs.jsonl --model ./my-model --method pca --layers 8-16 --configs my_configs",
+)
+STEER_LIST_END = closing("0, or 1 when the model is unknown", "guard steer list --model smollm2-135m")
+STEER_SWEEP_END = closing(
+    "0 when a setting is recommended, 1 when something cannot be used, 3 when no setting keeps to the limits",
+    "guard steer sweep french --prompts examples/prompts.jsonl --measure language:fr",
+    "guard steer sweep list --prompts prompts.jsonl --measure 'pattern:(?m)^[-*] ' --coefficients 1,2,3 --out sweep",
+    "guard steer sweep yes --prompts prompts.jsonl --measure 'words:Yes|No'",
+)

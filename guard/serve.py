@@ -18,7 +18,7 @@ import uvloop
 
 from detectors.base import EngineProbe
 from detectors.engine_probes import engine_probes, plan_of, write_probes
-from guard.data import data_folder, steering_folder
+from guard.data import steering_folder
 from guard.engine_process import LOOPBACK, EngineCommand, EngineError, engine_command
 from guard.machine import port_is_free
 from guard.mia.engine_config import EngineConfig
@@ -156,12 +156,10 @@ def _url(settings: Settings) -> str:
     return f"{'https' if settings.tls_cert else 'http'}://{_in_url(settings.host)}:{settings.port}"
 
 
-def bound_policies(path: Path, config_key: str) -> PolicySet:
+def bound_policies(path: Path, config_key: str, model_configs: Path) -> PolicySet:
     """The policies with their detectors for one model. Raises ``PolicyError`` with file, line and field."""
-    vectors = {vector.stem for vector in steering_folder(config_key).glob("*.safetensors")}
-    return load_policies(
-        path, lambda loaded: bind(loaded, build_detectors(loaded, config_key, data_folder("model_configs")), vectors)
-    )
+    vectors = {vector.stem for vector in steering_folder(model_configs, config_key).glob("*.safetensors")}
+    return load_policies(path, lambda loaded: bind(loaded, build_detectors(loaded, config_key, model_configs), vectors))
 
 
 def engine_config_for(
@@ -204,9 +202,10 @@ def engine_config_of(model: str, policy: Path, probes: Path, rerank: bool = Fals
     """The JSON for ``--additional-config``; the engine's probes are written to ``probes``. ``rerank``: with the
     reranker's taps. Raises ``ModelError``, ``PolicyError``, ``SettingsError`` and ``StartError``."""
     resolved = resolve_model(model)
-    policies = bound_policies(policy, resolved.config_key).policies
-    reranker = reranker_of(load_settings(rerank=rerank, config_key=resolved.config_key))
-    config = engine_config_for(policies, steering_folder(resolved.config_key), probes.resolve(), reranker)
+    settings = load_settings(rerank=rerank, config_key=resolved.config_key)
+    policies = bound_policies(policy, resolved.config_key, settings.model_configs).policies
+    folder = steering_folder(settings.model_configs.resolve(), resolved.config_key)
+    config = engine_config_for(policies, folder, probes.resolve(), reranker_of(settings))
     write_probes(probes_for(policies).values(), probes)
     return '{"mia": ' + config.model_dump_json(exclude_defaults=True) + "}"
 
@@ -222,12 +221,17 @@ def probes_folder(port: int) -> Path:
 
 
 def _engine_command(options: ServeOptions, model: ResolvedModel, settings: Settings) -> EngineCommand:
-    policies = bound_policies(settings.policy, model.config_key).policies
+    policies = bound_policies(settings.policy, model.config_key, settings.model_configs).policies
     folder = probes_folder(options.engine_port)
     write_probes(probes_for(policies).values(), folder)
     return engine_command(
         model,
-        engine_config_for(policies, steering_folder(model.config_key), folder, reranker_of(settings)),
+        engine_config_for(
+            policies,
+            steering_folder(settings.model_configs.resolve(), model.config_key),
+            folder,
+            reranker_of(settings),
+        ),
         port=options.engine_port,
         log_file=state_folder() / f"engine-{options.engine_port}.log",
         compiled=options.compiled,

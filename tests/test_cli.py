@@ -25,8 +25,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("serve", "proxy", "demo", "doctor", "keys", "model", "policy", "data", "calibrate", "eval"):
+    for command in ("serve", "proxy", "demo", "doctor", "keys", "model", "policy", "data", "steer", "calibrate"):
         assert f" {command} " in done.stdout
+    assert " eval " in done.stdout
 
 
 HEAVY = {

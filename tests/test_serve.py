@@ -23,7 +23,7 @@ import torch
 
 from detectors.base import CapturePlan, EngineProbe, Score
 from detectors.engine_probes import write_probes
-from guard.data import data_folder, default_policy
+from guard.data import data_folder, default_policy, steering_folder
 from guard.engine_process import engine_command
 from guard.machine import free_port
 from guard.mia.engine_config import EngineConfig
@@ -37,6 +37,7 @@ from guard.serve import RERANKED_QUERY_TOKENS, engine_config_for, engine_config_
 from guard.uses.rerank import load_reranker, spec_for
 from tests.conftest import RunningPair
 from tests.detectors.weights import write as write_detector
+from tests.proxy.conftest import write_probe
 
 POLICY = """
 version: 1
@@ -107,6 +108,33 @@ def test_the_engine_gets_taps_for_every_policy_that_may_judge_shadows_too(tmp_pa
         )
         bound.append(bind(load_policy(tmp_path / "policy.yaml"), planned_detectors(), {"calm"}))
     assert engine_config_for(bound, tmp_path, tmp_path).steering_layers == (3, 7, 9)
+
+
+def test_serve_takes_calibrations_and_vectors_from_the_folder_of_the_setting(tmp_path: Path) -> None:
+    write_probe(tmp_path / "configs" / "probe")
+    vectors = steering_folder(tmp_path / "configs", "SmolLM2-135M-Instruct")
+    vectors.mkdir(parents=True)
+    (vectors / "mine.safetensors").touch()
+    rule = "{name: x, when: {detector: a, at_least: 1}, action: steer, steer: [{vector: V, layer: 3, coefficient: 1}]}"
+    policy = f"{{version: 1, name: test, detectors: {{a: {{kind: probe, config: tiny}}}}, rules: [{rule}]}}"
+    bound = []
+    for vector in ("mine", "caution"):
+        (tmp_path / "policy.yaml").write_text(policy.replace("V", vector))
+        command = [sys.executable, "-m", "guard", "serve", "--policy", str(tmp_path / "policy.yaml")]
+        command += [
+            "--set",
+            f"model_configs={tmp_path / 'configs'}",
+            "--ledger",
+            str(tmp_path / "no" / "ledger"),
+        ]
+        (tmp_path / "no").touch()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 1
+        bound.append(done.stderr)
+    # The first gets as far as the ledger; the second vector ships with the guard, and is not in this folder.
+    assert "no steering vector" not in bound[0]
+    assert "ledger" in bound[0]
+    assert "no steering vector 'caution'; there are: mine" in bound[1]
 
 
 def test_a_gate_on_a_probe_of_the_engine_needs_an_engine_that_has_it(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def offline_reader(model: Path, plan: Plan) -> Iterator[OfflineReader]:
         yield OfflineReader(llm, plan)
 
 
-def open_engine(model: Path, config: EngineConfig) -> Any:
+def open_engine(model: Path, config: EngineConfig, **vllm_args: Any) -> Any:
     """An offline engine with these taps. Float32 on a CPU, where it is both exact and fastest; else the model's own."""
     import torch
 
@@ -61,7 +61,7 @@ def open_engine(model: Path, config: EngineConfig) -> Any:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     dtype = "auto" if torch.cuda.is_available() else "float32"
-    return MiaLLM(model, config, dtype=dtype, max_model_len=MAX_MODEL_LEN)
+    return MiaLLM(model, config, **{"dtype": dtype, "max_model_len": MAX_MODEL_LEN, **vllm_args})
 
 
 @dataclass(frozen=True)

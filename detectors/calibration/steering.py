@@ -28,6 +28,7 @@ from detectors.calibration.readers import open_engine
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import FloatArray, HiddenReadout
 from guard.mia.spec import HiddenCapture, MiaSpec, Steer
+from guard.steering.coherence import distinct_share
 
 NAME = "caution"
 COEFFICIENTS = (0.8, 1.0, 1.2, 1.4)
@@ -56,13 +57,6 @@ def contrast(with_caution: FloatArray, plain: FloatArray) -> FloatArray:
     """Difference of means over requests. Both ``[requests, layers, hidden_size]``; result ``[layers, hidden_size]``."""
     difference = with_caution.mean(axis=0, dtype=np.float64) - plain.mean(axis=0, dtype=np.float64)
     return np.asarray(difference, dtype=np.float32)
-
-
-def distinct_share(text: str) -> float:
-    """Distinct word triples among all: 1 for ordinary text, near 0 for a loop; 0 for fewer than three words."""
-    words = text.split()
-    triples = [tuple(words[i : i + 3]) for i in range(len(words) - 2)]
-    return len(set(triples)) / len(triples) if triples else 0.0
 
 
 def opens_declining(text: str) -> bool:

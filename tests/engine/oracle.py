@@ -117,3 +117,31 @@ def _read(folder: Path, prompts: list[list[int]], pushes: tuple[Push, ...]) -> l
             embedding = output.hidden_states[0][0].numpy().copy()
             readings.append(Reading(embedding, [hidden[layer] for layer in range(1, layers + 1)], attention))
     return readings
+
+
+def logprobs(folder: Path, prompts: Sequence[Sequence[int]], *pushes: Push) -> list[np.ndarray]:
+    """Of each prompt ``[tokens - 1]``: the log-probability of every token but the first, given those before it."""
+    return _pool().submit(_logprobs, folder, [list(ids) for ids in prompts], pushes).result()
+
+
+def _logprobs(folder: Path, prompts: list[list[int]], pushes: tuple[Push, ...]) -> list[np.ndarray]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def hook(push: Push) -> Any:
+        def run(_module: Any, _inputs: Any, output: Any) -> Any:
+            return (push(output[0]), *output[1:]) if isinstance(output, tuple) else push(output)
+
+        return run
+
+    for push in pushes:
+        model.model.layers[push.layer - 1].register_forward_hook(hook(push))
+    found = []
+    with torch.no_grad():
+        for ids in prompts:
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+            chosen = logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+            found.append(chosen.numpy().copy())
+    return found

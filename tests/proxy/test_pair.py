@@ -267,3 +267,19 @@ async def test_requests_that_share_an_id_are_each_judged_by_their_own_prompt(pro
         return (await post(proxy_url, asked, request_id="shared"))[0]
 
     assert await asyncio.gather(*(ask(i) for i in range(8))) == [200, 400] * 4
+
+
+async def test_the_gated_policy_of_the_examples_steers_an_injection_and_leaves_a_question_alone(
+    guarded: Any, proxy_url: str
+) -> None:
+    policy = (Path(__file__).parents[2] / "examples" / "policies" / "gated-steering.yaml").read_text()
+    plain = {user: text_of(await post(proxy_url, body(user))) for user in (QUESTION,)}
+    async with guarded(policy) as proxy:
+        answers = [await post(proxy.url, body(user)) for user in (QUESTION, INJECTION)]
+        entries = await proxy.entries(2)
+    assert text_of(answers[0]) == plain[QUESTION]
+    gates = [entry["gates"]["drawn-away"] for entry in entries]
+    assert [gate["opened"] for gate in gates] == [0, 1]
+    assert [gate["choices"] for gate in gates] == [1, 1]
+    assert gates[0]["first_at"] is None
+    assert gates[1]["first_at"] > 0

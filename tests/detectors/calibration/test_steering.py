@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from detectors.calibration.steering import Trial, choose, contrast, distinct_share, opens_declining
+from detectors.calibration.steering import Trial, choose, contrast, opens_declining
 
 SHIPPED = Path(__file__).parents[3] / "model_configs" / "steering"
 UNSTEERED = Trial(0, 0.0, declined=0.1, distinct=1.0)
@@ -21,14 +21,6 @@ def test_the_contrast_recovers_a_planted_direction_per_layer() -> None:
     direction = generator.normal(size=(3, 16)).astype(np.float32)
     cautious = plain + direction + 0.01 * generator.normal(size=plain.shape).astype(np.float32)
     assert contrast(cautious, plain) == pytest.approx(direction, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [("one two three four five", 1.0), ("go on go on go on go on", 2 / 6), ("two words", 0.0), ("", 0.0)],
-)
-def test_distinct_share_tells_text_from_loops(text: str, share: float) -> None:
-    assert distinct_share(text) == pytest.approx(share)
 
 
 def test_only_an_answer_that_opens_by_declining_counts() -> None:
@@ -53,7 +45,9 @@ def test_when_every_setting_loops_the_best_of_them_is_still_named() -> None:
     assert choose([Trial(1, 1.0, 0.2, 0.1), Trial(2, 1.0, 0.4, 0.1)], UNSTEERED).layer == 2
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*/*.safetensors")), ids=lambda p: f"{p.parent.name}/{p.stem}")
+@pytest.mark.parametrize(
+    "path", sorted(SHIPPED.glob("*/caution.safetensors")), ids=lambda p: f"{p.parent.name}/{p.stem}"
+)
 def test_every_shipped_vector_says_how_it_came_about_and_declines_more_than_no_vector(path: Path) -> None:
     with safe_open(path, "np") as file:
         record = json.loads(file.metadata()["calibration"])

@@ -1,0 +1,61 @@
+"""The examples run as their first lines say, each in a process of its own, and say what they measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from guard.data import data_folder
+from guard.machine import vllm_build
+from guard.models import pull
+from guard.policy.cases import cases_beside, run_cases
+from guard.policy.lint import lint
+
+CHECKOUT = Path(__file__).parents[2]
+POLICIES = sorted(
+    path for path in (CHECKOUT / "examples" / "policies").glob("*.yaml") if not path.name.endswith(".tests.yaml")
+)
+LIMIT_S = 600
+"""On a machine with a lot else to do; alone they take half a minute."""
+
+
+def run(example: str) -> str:
+    if vllm_build() is None:
+        pytest.skip("needs vLLM: make install")
+    pull("smollm2-135m")
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    command = [sys.executable, str(CHECKOUT / "examples" / example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.engine
+def test_the_vector_makes_answers_french() -> None:
+    told = run("steering_language.py")
+    shares = [int(share) for share in re.findall(r"French (\d+)% of function words", told)]
+    assert len(shares) == 3
+    assert shares[0] <= 5
+    assert shares[-1] >= shares[0] + 25, told
+
+
+@pytest.mark.engine
+def test_the_vector_does_what_the_instruction_in_words_does() -> None:
+    told = run("instruction_following.py")
+    counts = dict(re.findall(r"^(nothing said|in words|as a vector): (\d+) of 8", told, re.MULTILINE))
+    assert int(counts["as a vector"]) > int(counts["nothing said"]), told
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
+def test_a_policy_of_the_examples_fits_the_shipped_model_and_passes_its_tests(path: Path) -> None:
+    said: list[str] = []
+    key = "SmolLM2-135M-Instruct"
+    assert lint([path], said.append, config_key=key, model_configs=data_folder("model_configs")) == 0, said
+    report = run_cases(cases_beside(path))
+    assert report.outcomes
+    assert [outcome for outcome in report.outcomes if outcome.failure] == []
