@@ -44,6 +44,14 @@ def test_lint_checks_files_of_every_kind_and_folders_as_a_whole(policy: Path) ->
     assert "no policy is called 'q'; there are: p" in done.output
 
 
+def test_lint_counts_the_inputs_of_a_combination_as_used(policy: Path) -> None:
+    uses = "{spare: {kind: probe}, both: {kind: combination, inputs: {probe: spare}}}"
+    rule = "{name: r, when: {detector: both, at_least: 0.5}, action: block}"
+    policy.write_text(f"version: 1\nname: p\ndetectors: {uses}\nrules: [{rule}]\n")
+    done = guard("lint", policy)
+    assert (done.exit_code, "no rule uses it" in done.output) == (0, False)
+
+
 def test_lint_says_which_detector_no_rule_uses_and_what_comes_too_late(policy: Path) -> None:
     policy.write_text(POLICY.replace("detectors:\n", "detectors:\n  spare: {kind: probe}\n"))
     assert "note: detector spare is measured, and no rule uses it" in guard("lint", policy).output

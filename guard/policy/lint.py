@@ -53,6 +53,7 @@ def lint(
 def remarks(policy: Policy) -> list[str]:
     """What is no mistake and still worth a look."""
     used = {name for rule in policy.rules for name in detectors_in(rule)}
+    used |= {name for use in used & policy.detectors.keys() for name in policy.detectors[use].inputs.values()}
     return [f"detector {name} is measured, and no rule uses it" for name in policy.detectors if name not in used]
 
 
