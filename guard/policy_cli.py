@@ -5,8 +5,10 @@ Imports nothing that is not needed for ``--help`` before a command runs.
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeVar
 
@@ -31,6 +33,11 @@ ModelOption = Annotated[
     typer.Option("--model", help="Take the numbers of named thresholds from this model's calibrations."),
 ]
 
+ModelConfigs = Annotated[
+    Path | None,
+    typer.Option(envvar="GUARD_MODEL_CONFIGS", help="Folder with the models' files; the shipped one if not given."),
+]
+
 UNUSABLE = 2
 """Exit code when a command could not do its work at all."""
 
@@ -41,13 +48,14 @@ def lint(
     model: Annotated[
         str | None, typer.Option(help="Check thresholds and vectors against this model's files too.")
     ] = None,
+    model_configs: ModelConfigs = None,
 ) -> None:
     """Check policies; every error names file, line and field."""
-    from guard.data import data_folder
     from guard.policy.lint import lint
 
-    config_key = _config_key(model) if model else None
-    raise typer.Exit(lint(files, typer.echo, config_key=config_key, model_configs=data_folder("model_configs")))
+    folder = _model_configs(model_configs)
+    config_key = _config_key(model, folder) if model else None
+    raise typer.Exit(lint(files, typer.echo, config_key=config_key, model_configs=folder))
 
 
 @policy_app.command("test", epilog=TEST_END)
@@ -90,6 +98,7 @@ def explain(
     ] = None,
     ledger: LedgerOption = None,
     model: ModelOption = None,
+    model_configs: ModelConfigs = None,
 ) -> None:
     """Show what every rule makes of one request's scores, which one decides and why."""
     from detectors.base import Score
@@ -101,7 +110,7 @@ def explain(
     from guard.telemetry.ledger_reader import LedgerReadError
 
     loaded = _load(policy)
-    rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model)))
+    rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model, model_configs)))
     scores: dict[str, Score] = {}
     typer.echo(f"policy {loaded.label}")
     if request is not None:
@@ -118,9 +127,9 @@ def explain(
         if name not in loaded.policy.detectors:
             _fail(f"the policy has no detector {name!r}; it has {', '.join(loaded.policy.detectors) or 'none'}")
         try:
-            scores[name] = NO_SCORES[value] if value in NO_SCORES else Score("scored", float(value))
+            scores[name] = NO_SCORES[value] if value in NO_SCORES else Score("scored", _finite(value))
         except ValueError:
-            _fail(f"--score {given}: neither a number nor one of {', '.join(NO_SCORES)}")
+            _fail(f"--score {given}: neither a finite number nor one of {', '.join(NO_SCORES)}")
     for line in explain(rules, scores):
         typer.echo(line)
 
@@ -144,6 +153,7 @@ def replay(
     policy: PolicyArgument,
     ledger: LedgerOption = None,
     model: ModelOption = None,
+    model_configs: ModelConfigs = None,
     judged_by: Annotated[
         str | None, typer.Option(help="Only requests that the policy of this name judged at the time.")
     ] = None,
@@ -162,7 +172,7 @@ def replay(
     from guard.telemetry.ledger_reader import LedgerReadError
 
     loaded = _load(policy)
-    rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model)))
+    rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model, model_configs)))
     try:
         result = replay(loaded, rules, read_ledger(ledger or _own_ledger()), judged_by)
     except LedgerReadError as error:
@@ -193,19 +203,37 @@ def _load(path: Path) -> LoadedPolicy:
     return _checked(lambda: load_policy(path))
 
 
-def _thresholds(loaded: LoadedPolicy, model: str | None) -> Thresholds:
-    from guard.data import data_folder
-    from guard.policy import build_detectors
+def _finite(value: str) -> float:
+    number = float(value)
+    if not isfinite(number):
+        raise ValueError
+    return number
 
+
+def _thresholds(loaded: LoadedPolicy, model: str | None, folder: Path | None) -> Thresholds:
+    """Without a model those that need none: of files that the policy names, and of detectors without a calibration."""
+    from guard.policy import build_detectors
+    from guard.policy.bound import thresholds_alone
+
+    folder = _model_configs(folder)
     if model is None:
-        return {}
-    detectors = build_detectors(loaded, _config_key(model), data_folder("model_configs"))
+        return thresholds_alone(loaded, folder)
+    detectors = build_detectors(loaded, _config_key(model, folder), folder)
     return {name: detector.thresholds for name, detector in detectors.items()}
 
 
-def _config_key(model: str) -> str:
+def _model_configs(given: Path | None) -> Path:
+    from guard.data import data_folder
+
+    return data_folder("model_configs") if given is None else given
+
+
+def _config_key(model: str, folder: Path) -> str:
+    """A name that the folder has files of is that; else whatever ``guard serve`` makes of it."""
     from guard.models import ModelError, resolve_model
 
+    if next(folder.glob(f"*/{glob.escape(model)}.json"), None) is not None:
+        return model
     try:
         return resolve_model(model).config_key
     except ModelError as error:

@@ -7,7 +7,10 @@ reads a policy.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -35,6 +38,8 @@ from guard.paths import state_folder
 from guard.policy.yaml_file import PolicyError, message_at, plain_data, read_mapping
 
 PREFIX = "GUARD_"
+NEARLY = 0.88
+"""Of ``difflib``: one or two letters of a name are other ones."""
 MIN_LEDGER_KEY = 16
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -271,12 +276,21 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 
 def load_settings(**given: Any) -> Settings:
     """``Settings`` with errors for people. Values that are given win over the environment, and that over the file."""
+    if misspelt := misspelt_variables(os.environ):
+        raise SettingsError("\n".join(f"{name}: no setting has this name; {like} has" for name, like in misspelt))
     try:
         return Settings(**given)
     except ValidationError as error:
         raise SettingsError(
             "\n".join(_line(one["loc"], told(one)) for one in error.errors(include_url=False, include_input=False))
         ) from None
+
+
+def misspelt_variables(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Variables that are nearly a setting's, and the setting's. What is not near is not ours."""
+    known = [PREFIX + field.upper() for field in Settings.model_fields]
+    strange = sorted(name for name in names if name.startswith(PREFIX) and name not in known)
+    return [(name, like[0]) for name in strange if (like := get_close_matches(name, known, 1, NEARLY))]
 
 
 def is_loopback(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from guard.cli import app
+from guard.data import data_folder
 from tests.policy.test_replay import POLICY, bound, line
 
 
@@ -88,8 +90,44 @@ def test_explain_shows_the_rules_of_given_scores_and_of_a_recorded_request(polic
     done = guard("explain", policy, "--request", "r9", "--ledger", ledger)
     assert "recorded: block, rule stop: a 0.9 >= 0.9" in done.output
     assert "decision: block, by rule stop" in done.output
-    for bad in (("--score", "z=1"), ("--score", "a=x"), ("--request", "r99", "--ledger", ledger)):
-        assert guard("explain", policy, *bad).exit_code == 2
+    for bad in ("z=1", "a=x", "a=nan", "a=-inf"):
+        assert guard("explain", policy, "--score", bad).exit_code == 2
+    assert guard("explain", policy, "--request", "r99", "--ledger", ledger).exit_code == 2
+
+
+def test_named_thresholds_need_no_model_where_the_file_is_named_and_no_short_name_where_the_folder_has_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "configs").symlink_to(data_folder("model_configs"))
+    ledger = tmp_path / "empty.jsonl"
+    ledger.write_text("")
+    key = "SmolLM2-135M-Instruct"
+    use = f"{{kind: probe, config: {tmp_path / 'configs' / 'probe' / key}.json}}"
+    for kind, options in ((use, ()), ("{kind: probe}", ("--model", key, "--model-configs", tmp_path / "configs"))):
+        policy = tmp_path / "named.yaml"
+        rule = "{name: r, when: {detector: a, at_least: fpr_1pct}, action: block}"
+        policy.write_text(f"version: 1\nname: p\ndetectors: {{a: {kind}}}\nrules: [{rule}]\n")
+        done = guard("explain", policy, "--score", "a=1", *options)
+        assert "decision: block, by rule r" in done.output
+        assert "no request could be compared" in guard("replay", policy, "--ledger", ledger, *options).output
+
+
+def test_lint_finds_rules_that_never_hit_and_versions_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(
+        "version: true\nname: p\ndetectors: {a: {kind: probe}}\nrules:\n"
+        "  - {name: r, when: {detector: a, at_least: 0.9, below: 0.2}, action: block}\n"
+    )
+    done = guard("lint", tmp_path / "p.yaml")
+    assert done.exit_code == 1
+    assert "p.yaml:1: version: must be 1" in done.output
+    assert "p.yaml:5: rules.0.when: no score of a is at least 0.9 and below 0.2" in done.output
+    (tmp_path / "p.yaml").write_text(
+        "version: 1\nname: p\ndetectors: {a: {kind: probe}}\nrules:\n"
+        "  - {name: r, when: {not: {detector: a, at_least: 95}}, action: block}\n"
+    )
+    assert "note: rule r: a never scores 95" in guard("lint", tmp_path / "p.yaml").output
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "is no file" in guard("lint", tmp_path / "pipe.yaml").output
 
 
 def test_diff_has_the_exit_code_of_diff(policy: Path) -> None:

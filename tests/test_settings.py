@@ -90,6 +90,17 @@ def test_a_malformed_value_stops_the_start_and_names_its_variable(
         load_settings()
 
 
+def test_a_misspelt_variable_stops_the_start_and_what_is_not_near_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GUARD_SERVICE_HOST", "GUARD_PORT_80_TCP", "GUARD_DEMO_ARGS", "GUARDIAN"):
+        monkeypatch.setenv(name, "x")
+    load_settings()
+    for name, like in (("GUARD_DRAIN_TIMOUT_S", "GUARD_DRAIN_TIMEOUT_S"), ("GUARD_POLCY", "GUARD_POLICY")):
+        monkeypatch.setenv(name, "3")
+        with pytest.raises(SettingsError, match=f"{name}: no setting has this name; {like} has"):
+            load_settings()
+        monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.10", "example.org", ""])  # noqa: S104
 def test_without_keys_only_loopback_is_listened_on(host: str) -> None:
     with pytest.raises(SettingsError, match="GUARD_KEYS"):

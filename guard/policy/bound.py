@@ -146,13 +146,29 @@ class BoundPolicy:
         return [*deciding, *(one for one in self.armed if one not in deciding)]
 
 
+def thresholds_alone(loaded: LoadedPolicy, model_configs: Path) -> dict[str, Mapping[str, float]]:
+    """Of those detectors that can be built without saying which model: their file is named, or they read none."""
+    found = {}
+    for name, use in loaded.policy.detectors.items():
+        try:
+            found[name] = build_detector(use.kind, _config_path(loaded, name, "", model_configs)).thresholds
+        except (UnknownDetectorError, ModelConfigError):
+            continue  # without thresholds by name; a rule that uses one is told so
+    return found
+
+
+def _config_path(loaded: LoadedPolicy, name: str, config_key: str, model_configs: Path) -> Path:
+    use = loaded.policy.detectors[name]
+    config = use.config or config_key
+    own = loaded.file_of(("detectors", name, "config")).parent / config
+    return own if config.endswith((".json", ".npz")) else model_configs / use.kind / f"{config}.json"
+
+
 def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) -> dict[str, AnyDetector]:
     """Build the policy's detectors from the calibrations of one model. Raises ``PolicyError``."""
     built: dict[str, AnyDetector] = {}
     for name, use in loaded.policy.detectors.items():
-        config = use.config or config_key
-        own = loaded.file_of(("detectors", name, "config")).parent / config
-        path = own if config.endswith((".json", ".npz")) else model_configs / use.kind / f"{config}.json"
+        path = _config_path(loaded, name, config_key, model_configs)
         if use.optional and use.kind in detector_kinds() and not path.exists():
             absent = AbsentDetector(use.kind, path)
             log.warning("policy %s: detector %s: %s", loaded.label, name, absent.reason)

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from detectors.base import Score
 from guard.policy.compiled import Thresholds, compile_rules
-from guard.policy.conditions import DetectorName, Section
+from guard.policy.conditions import DetectorName, Section, Version
 from guard.policy.conversation import matches
 from guard.policy.engine import CompiledRule, decide
 from guard.policy.loading import LoadedPolicy, load_policy
@@ -75,7 +75,7 @@ class Case(Section):
 class Cases(Section):
     """A file of tests."""
 
-    version: Literal[1]
+    version: Version
     """Version of this format."""
 
     policy: str | None = None

@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 DetectorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,24}$")]
 ScoreStatusName = Literal["scored", "unavailable", "timeout", "not_applicable"]
+
+
+def _no_truth(value: Any) -> Any:
+    """``True`` equals 1 in Python."""
+    if isinstance(value, bool):
+        raise ValueError("must be 1")
+    return value
+
+
+Version = Annotated[Literal[1], BeforeValidator(_no_truth)]
+"""Of a file's format."""
 
 
 class Section(BaseModel):
@@ -36,6 +47,8 @@ class ScoreCondition(Section):
     def _has_a_bound(self) -> Self:
         if self.at_least is None and self.below is None:
             raise ValueError("needs at_least, below, or both")
+        if isinstance(self.at_least, float) and isinstance(self.below, float) and self.at_least >= self.below:
+            raise ValueError(f"no score of {self.detector} is at least {self.at_least:g} and below {self.below:g}")
         return self
 
 
@@ -103,6 +116,13 @@ def children(condition: Condition) -> tuple[Condition, ...]:
     if isinstance(condition, AnyCondition):
         return condition.any
     return (condition.not_,) if isinstance(condition, NotCondition) else ()
+
+
+def bounds_of(condition: Condition) -> list[ScoreCondition]:
+    """All conditions on scores in one."""
+    if isinstance(condition, ScoreCondition):
+        return [condition]
+    return [bound for child in children(condition) for bound in bounds_of(child)]
 
 
 def detectors_of(condition: Condition) -> tuple[str, ...]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from detectors.registry import BUILT_IN
 from guard.policy.bound import BoundPolicy, bind, build_detectors
 from guard.policy.cases import Cases
+from guard.policy.conditions import bounds_of
 from guard.policy.loading import LoadedPolicy, load_policy
 from guard.policy.policy_set import (
     SELECTION_FILE,
@@ -52,6 +54,21 @@ def lint(
 
 def remarks(policy: Policy) -> list[str]:
     """What is no mistake and still worth a look."""
+    return [*_unused(policy), *_never(policy)]
+
+
+def _never(policy: Policy) -> list[str]:
+    """Scores of built-in kinds lie between 0 and 1."""
+    built_in = {name for name, use in policy.detectors.items() if use.kind in BUILT_IN}
+    return [
+        f"rule {rule.name}: {bound.detector} never scores {bound.at_least:g}: its scores lie between 0 and 1"
+        for rule in policy.rules
+        for bound in (bounds_of(rule.when) if rule.when is not None else ())
+        if bound.detector in built_in and isinstance(bound.at_least, float) and bound.at_least > 1
+    ]
+
+
+def _unused(policy: Policy) -> list[str]:
     used = {name for rule in policy.rules for name in detectors_in(rule)}
     used |= {name for use in used & policy.detectors.keys() for name in policy.detectors[use].inputs.values()}
     return [f"detector {name} is measured, and no rule uses it" for name in policy.detectors if name not in used]

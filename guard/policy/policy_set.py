@@ -135,7 +135,10 @@ def _selection(file: Path, loaded: Mapping[str, LoadedPolicy]) -> Selection:
         return load_selection(file)
     names = list(loaded)
     if len(names) != 1:
-        raise PolicyError(f"{file.parent}: has {len(names)} policies; {SELECTION_FILE} there says which one judges")
+        raise PolicyError(
+            f"{file.parent}: has {len(names)} policies and no {SELECTION_FILE} to say which of them judges: name "
+            "one of the files, or write it"
+        )
     return Selection(version=1, default=names[0])
 
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 
 from guard.mia.spec import Steer
 from guard.policy.capture import Capture
-from guard.policy.conditions import Condition, DetectorName, Section, detectors_of
+from guard.policy.conditions import Condition, DetectorName, Section, Version, detectors_of
 from guard.policy.conversation import check_message_selectors
 
 RuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,48}$")]
@@ -294,7 +294,7 @@ class Policy(Section):
     """One policy file. With `extends` it begins as another one: what is written here replaces or adds to it, detectors
     and rules by their name."""
 
-    version: Literal[1]
+    version: Version
     """Version of this format."""
 
     name: PolicyName

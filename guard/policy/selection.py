@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from guard.policy.conditions import Section
+from guard.policy.conditions import Section, Version
 from guard.policy.schema import PolicyName
 
 KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -79,7 +79,7 @@ class Assignment(Section):
 class Selection(Section):
     """`selection.yaml`: which policy of the folder judges which requests."""
 
-    version: Literal[1]
+    version: Version
     """Version of this format."""
 
     default: PolicyName

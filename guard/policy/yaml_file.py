@@ -115,6 +115,8 @@ def value_of(root: yaml.MappingNode, key: str) -> yaml.Node | None:
 
 def _read(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():
+            raise PolicyError(f"{path}: is no file")  # reading a pipe would wait for whoever writes to it
         raw = path.read_bytes()
     except OSError as error:
         raise PolicyError(f"{path}: cannot be read: {error.strerror}") from None

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from guard.mistakes import first_mistake
-from guard.policy.conditions import Section
+from guard.policy.conditions import Section, Version
 from guard.policy.schema import PolicyName
 from guard.policy.selection import KeyHash
 from guard.policy.yaml_file import PolicyError, read_mapping, validated
@@ -106,7 +106,7 @@ class Tenant(Section):
 class KeysFile(Section):
     """The file. Keys without a tenant's entry under ``tenants`` have a tenant without limits."""
 
-    version: Literal[1] = 1
+    version: Version = 1
     """Version of this format."""
 
     tenants: dict[TenantName, Tenant] = {}  # noqa: RUF012

@@ -13,11 +13,11 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from guard.policy.conditions import Section
+from guard.policy.conditions import Section, Version
 from guard.policy.yaml_file import PolicyError, read_mapping, validated
 from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError
@@ -62,7 +62,7 @@ class ProviderModel(Section):
 class ProvidersFile(Section):
     """The file of the setting `providers`."""
 
-    version: Literal[1]
+    version: Version
     """Version of this format."""
 
     models: Annotated[dict[str, ProviderModel], Field(min_length=1)]

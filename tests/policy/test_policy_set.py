@@ -77,7 +77,7 @@ def test_a_folder_of_one_policy_needs_no_selection_and_files_that_are_none_are_l
     [
         (SELECTION.replace("base", "bass"), {}, "selection.yaml: no policy is called 'bass'; there are: base"),
         (SELECTION.replace("default", "defoult"), {}, "selection.yaml:2: defoult"),
-        (None, {}, "has 3 policies; selection.yaml there says which one judges"),
+        (None, {}, "has 3 policies and no selection.yaml"),
         (SELECTION, {"base": policy("base"), "again": policy("base")}, "base.yaml:2: name: again.yaml has a policy"),
         ("version: 1\ndefault: base\n", {"base": policy("base"), "broken": "name: x"}, "broken.yaml:1: version"),
     ],
