@@ -70,8 +70,7 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
         out.mkdir(parents=True, exist_ok=True)
         content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
         (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        lines = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
-        (out / "report.html").write_text(html(lines, reports), encoding="utf-8")
+        (out / "report.html").write_text(html(about, reports), encoding="utf-8")
         reporter.show_pooled({name: report.pooled for name, report in reports.items()})
         reporter.say(f"wrote {out / 'report.html'} and {out / 'report.json'}")
 

@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from detectors.calibration.evaluation import AtThreshold, Curve, DetectorReport, Hits, Measured
+from detectors.calibration.split import SPLITS
 
 COLOURS = ("#0b6e99", "#b3541e", "#4d7c0f", "#7c3aed", "#be123c", "#0f766e")
 SIZE, MARGIN = 360, 44
@@ -29,13 +30,13 @@ svg text{fill:#bbb}.note,figcaption{color:#aaa}}
 
 
 def html(about: Mapping[str, Any], reports: Mapping[str, DetectorReport]) -> str:
-    """``about``: what was measured, with what and when; each entry one line."""
+    """``about``: what was measured, with what and when, as in the JSON; each entry one line, but ``data``."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>Detectors of {escape(str(about['model']))}</title><style>{STYLE}</style></head><body>",
         f"<h1>Detectors of {escape(str(about['model']))}</h1>",
-        _table(("", ""), [(key, value) for key, value in about.items()]),
+        _table(("", ""), [(key, _one_line(value)) for key, value in about.items() if key != "data"]),
         "<p class=note>Held-out rows, which nothing was fitted to or chosen on. Intervals are 95 %: bootstrap over "
         "groups of rows for measures, exact (Clopper-Pearson) for shares.</p>",
         "<h2>All sets together</h2>",
@@ -46,7 +47,30 @@ def html(about: Mapping[str, Any], reports: Mapping[str, DetectorReport]) -> str
         parts.append(score_plot(name, report.curve))
     for name, report in reports.items():
         parts += _detector(name, report)
+    parts += ["<h2>Data</h2>", _data(about.get("data", ()))]
     return "\n".join([*parts, "</body></html>"])
+
+
+def _one_line(value: Any) -> str:
+    return ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def _data(sources: Sequence[Mapping[str, Any]]) -> str:
+    """How many benign rows and attacks of each set are in which split."""
+    rows = [
+        (
+            source["name"],
+            source["version"],
+            source["licence"],
+            *(
+                " + ".join(str(source["rows"].get(split, {}).get(label, 0)) for label in ("benign", "attack"))
+                for split in SPLITS
+            ),
+            source["sha256"][:12],
+        )
+        for source in sources
+    ]
+    return _table(("set", "version", "licence", *(f"{split}, benign + attacks" for split in SPLITS), "SHA-256"), rows)
 
 
 def _detector(name: str, report: DetectorReport) -> list[str]:
