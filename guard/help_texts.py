@@ -106,7 +106,7 @@ QUERY_END = closing(
 SHOW_END = closing("0, or 2 when there is no such request", "guard ledger show d96015ec0a4b --content")
 VERIFY_END = closing(
     "0 when the chain holds, 1 when not, 2 when it cannot be checked",
-    "guard ledger verify --ledger ledger.jsonl --key-file ledger.key",
+    "guard ledger verify --ledger ledger.jsonl --key-file ledger.key --content",
     "guard ledger verify --anchor 4711:2d7116427cb1e0ab5e2f7e0d0ca5a9f1a55e6a2a4ad2a2b3ad58d5e4d4d3b7c1 --json",
 )
 STATS_END = closing("0, or 2 when there is no ledger", "guard ledger stats --since 2026-11-30 --json")

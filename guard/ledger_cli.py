@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
@@ -69,13 +69,17 @@ def query(
     ] = None,
     since: SinceOption = None,
     until: UntilOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most requests to show.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Most requests to show.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """Show requests that fit, the newest first."""
+    from guard.telemetry.families import ACTIONS
     from guard.telemetry.ledger_query import Query, matching
     from guard.telemetry.ledger_reader import LedgerReadError, find
+    from guard.telemetry.record import Outcome
 
+    _check_known("--action", action, ACTIONS)
+    _check_known("--outcome", outcome, get_args(Outcome))
     path = ledger or _own_ledger()
     asked = dict(action=action, policy=policy, outcome=outcome, key=key, tenant=tenant, model=model, route=route)
     values = {name: value for name, value in asked.items() if value is not None}
@@ -89,6 +93,8 @@ def query(
         count = _print(found, as_json=as_json)
     except LedgerReadError as error:
         _fail(str(error))
+    if not count and wanted.scores:
+        _tell_unknown_detectors(path, wanted.scores)
     raise typer.Exit(0 if count else 1)
 
 
@@ -101,7 +107,7 @@ def show(
     """Print all that is known of one request, as JSON."""
     from dataclasses import asdict
 
-    from guard.telemetry.ledger_reader import LedgerReadError, captured, find
+    from guard.telemetry.ledger_reader import UNCHAINED, LedgerReadError, captured, chained, find
 
     path = ledger or _own_ledger()
     try:
@@ -112,6 +118,8 @@ def show(
     if entry is None:
         _fail(f"{path}: has no request {request!r}")
     told: dict[str, Any] = {"entry": entry}
+    if not chained(entry):
+        told["warning"] = UNCHAINED
     if content:
         told["content"] = None if text is None else asdict(text)
     typer.echo(json.dumps(told, indent=2, default=str))
@@ -131,6 +139,9 @@ def verify(
         list[str] | None,
         typer.Option(help="NUMBER:HASH of an entry, noted earlier somewhere else: it must be there as it was."),
     ] = None,
+    content: Annotated[
+        bool, typer.Option("--content", help="Check captured text too: it must be what the entries vouch for.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check that no entry was removed, changed, moved or added; name file, line and what is wrong."""
@@ -138,7 +149,8 @@ def verify(
     from guard.telemetry.ledger_reader import LedgerReadError
 
     try:
-        found = check(ledger or _own_ledger(), _secret(key_file), since, [_anchor(one) for one in anchor or ()])
+        anchors = [_anchor(one) for one in anchor or ()]
+        found = check(ledger or _own_ledger(), _secret(key_file), since, anchors, content=content)
     except LedgerReadError as error:
         _fail(str(error))
     if as_json:
@@ -185,6 +197,22 @@ def _print(entries: Iterable[dict[str, Any]], *, as_json: bool) -> int:
         typer.echo(json.dumps(entry, separators=(",", ":")) if as_json else one_line(entry))
         count += 1
     return count
+
+
+def _check_known(option: str, given: str | None, known: tuple[str, ...]) -> None:
+    if given is not None and given not in known:
+        _fail(f"{option} {given}: has to be one of {', '.join(known)}")
+
+
+def _tell_unknown_detectors(path: Path, asked: Iterable[str]) -> None:
+    """When nothing was found: a name that is in no entry is likely misspelt."""
+    from guard.telemetry.ledger_query import detectors_in
+
+    known = detectors_in(path)
+    for name in asked:
+        if name not in known:
+            there = f"there are {', '.join(sorted(known))}" if known else "no request has any score"
+            typer.echo(f"guard: --score {name}: no request has a score of that name; {there}", err=True)
 
 
 def _scores(given: list[str]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from typer.testing import CliRunner
 from detectors.base import Score
 from guard.cli import app
 from guard.telemetry.chain import Secret
+from guard.telemetry.content import Captured, PromptText, file_of, keep
 from guard.telemetry.ledger_file import Keeping, LedgerFile
-from guard.telemetry.ledger_files import rotated_files
+from guard.telemetry.ledger_files import content_folder, ledger_files, rotated_files
 from tests.telemetry.records import blocked, record
 
 runner = CliRunner()
@@ -168,3 +170,65 @@ def test_verify_takes_the_secret_from_a_file_or_the_environment(tmp_path: Path) 
 def test_a_ledger_that_is_not_there_is_exit_code_two(tmp_path: Path, command: tuple[str, ...]) -> None:
     code, _, err = ledger(*command, "--ledger", str(tmp_path / "none.jsonl"))
     assert (code, err) == (2, f"guard: {tmp_path / 'none.jsonl'}: cannot be read: No such file or directory\n")
+
+
+def test_query_refuses_what_no_request_can_have_and_tells_of_a_detector_that_gave_no_score(path: Path) -> None:
+    code, _, err = ledger("query", "--ledger", str(path), "--action", "blok")
+    assert (code, err) == (
+        2,
+        "guard: --action blok: has to be one of none, allow, flag, redact, steer, retry, route, block\n",
+    )
+    assert ledger("query", "--ledger", str(path), "--outcome", "complete")[0] == 2
+    code, _, err = ledger("query", "--ledger", str(path), "--score", "injektion=0.5")
+    assert (code, err) == (
+        1,
+        "guard: --score injektion: no request has a score of that name; there are injection\n",
+    )
+    assert ledger("query", "--ledger", str(path), "--score", "injection=2")[::2] == (1, "")
+    assert ids(ledger("query", "--ledger", str(path), "-n", "2", "--json")[1]) == ["r-11", "r-10"]
+
+
+@pytest.mark.parametrize("chain", [None, {"n": 13}, {"n": 13, "hash": "no"}])
+def test_a_line_that_somebody_put_there_without_a_place_in_the_chain_is_marked(
+    path: Path, chain: dict[str, Any] | None
+) -> None:
+    forged = {**record().to_entry(), "request_id": "forged", **({"chain": chain} if chain else {})}
+    with path.open("a") as file:
+        file.write(json.dumps(forged, separators=(",", ":")) + "\n")
+    lines = ledger("tail", "--ledger", str(path), "-n", "2")[1].splitlines()
+    assert [line.endswith("(not in the chain)") for line in lines] == [False, True]
+    assert "not in the chain" in json.loads(ledger("show", "forged", "--ledger", str(path))[1])["warning"]
+    assert "warning" not in json.loads(ledger("show", "r-11", "--ledger", str(path))[1])
+
+
+def test_verify_names_captured_text_that_was_changed_and_notes_what_is_gone(tmp_path: Path) -> None:
+    path, expires = tmp_path / "ledger.jsonl", datetime.now(UTC).date() + timedelta(days=3)
+    folder, made = content_folder(path), []
+    for name in ("r-0", "r-1", "r-2"):
+        text = Captured(name, "t", "p", (PromptText(0, "user", f"words of {name}"),), (), {}, False, expires)
+        sha256 = keep(folder, text)
+        entry = {**record().to_entry(), "request_id": name}
+        made.append({**entry, "captured": {"expires": expires.isoformat(), "sha256": sha256}})
+    write(path, made)
+    assert ledger("verify", "--ledger", str(path), "--content")[0] == 0
+    file = file_of(folder, expires)
+    _, second, third = file.read_text().splitlines(keepends=True)
+    file.write_text(second.replace("words", "Words") + third)
+    assert ledger("verify", "--ledger", str(path))[0] == 0
+    code, out, _ = ledger("verify", "--ledger", str(path), "--content")
+    assert (code, out.splitlines()[:2]) == (
+        1,
+        [
+            "ledger.jsonl:2: the captured text of request 'r-1' (entry 2) is not what was written",
+            "note: ledger.jsonl:1: the captured text of request 'r-0' (entry 1) is gone, before its last day, "
+            f"{expires}",
+        ],
+    )
+
+
+def test_verify_of_a_ledger_of_which_only_the_head_is_left_names_the_missing_entries(path: Path) -> None:
+    for file in ledger_files(path):
+        file.unlink()
+    code, out, _ = ledger("verify", "--ledger", str(path))
+    assert code == 1
+    assert "entries 1 to 12 are missing" in out

@@ -8,7 +8,6 @@ captured, and what is taken out before, is decided elsewhere (``guard/proxy/capt
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from guard.telemetry.locking import locked
+
 SALT_BYTES = 16
+LOCK_WAIT_S = 0.5
+"""The ledger's entries wait meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,15 @@ def keep(folder: Path, captured: Captured) -> str:
     """Write the text of one request; its line's digest. Raises ``OSError``."""
     folder.mkdir(mode=0o700, exist_ok=True)
     line = captured.to_line()
-    file = os.open(file_of(folder, captured.expires), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    path = file_of(folder, captured.expires)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         # Other processes write there too.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        size = os.fstat(file).st_size
-        data = line if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n" + line
-        while data:
-            data = data[os.write(file, data) :]
+        with locked(file, path, LOCK_WAIT_S):
+            size = os.fstat(file).st_size
+            data = line if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n" + line
+            while data:
+                data = data[os.write(file, data) :]
     finally:
         os.close(file)
     return digest(line)

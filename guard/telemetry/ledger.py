@@ -81,6 +81,8 @@ class Ledger:
         self._file = LedgerFile(path, secret, keeping)
         self._closing = threading.Event()
         self._logged_s = float("-inf")
+        self._delayed = 0
+        self._failed = 0
 
     def __enter__(self) -> Self:
         _first_open(self._file)
@@ -94,6 +96,10 @@ class Ledger:
         self._queue.put(None)
         self._thread.join()
         self._file.close()
+        if self._failed:
+            log.error(
+                "ledger %s: %d entries are lost: it could not be written to until the end", self.path, self._failed
+            )
 
     def append(self, entry: Mapping[str, Any], content: Content | None = None) -> None:
         """Queue one entry; never blocks, never raises. ``content``: its text, if that may be kept; there
@@ -115,8 +121,8 @@ class Ledger:
         house_s = time.monotonic()
         while True:
             lines, ends = self._batch()
-            if lines:
-                self._write(lines)
+            if lines and not self._write(lines, ends=ends):
+                return
             if ends:
                 return
             if time.monotonic() - house_s >= HOUSEKEEPING_S:
@@ -173,20 +179,30 @@ class Ledger:
         except OSError as error:
             log.error("captured text in %s that is to be deleted is still there: %s", self._content, error.strerror)
 
-    def _write(self, lines: list[bytes]) -> None:
-        """Until they are all in the file; once the ledger is being closed, at most once more."""
-        delayed = False
+    def _write(self, lines: list[bytes], *, ends: bool) -> bool:
+        """Until they are all in the file. False: the ledger is being closed and they cannot be written; what comes
+        after them is not tried. ``ends``: nothing does."""
         while True:
             last = self._closing.is_set()
+            before = len(lines)
             lines, why = self._try(lines)
+            self._delayed = max(0, self._delayed - (before - len(lines)))
             if not lines:
-                return
+                return True
             if last:
-                return self._report("failed", len(lines), why)
-            if not delayed:
-                self._report("delayed", len(lines), why)
-            delayed = True
+                self._failed = len(lines) + (0 if ends else self._rest())
+                self._on_result("failed", self._failed)
+                return False
+            # Those that came meanwhile wait as well. Entries are written in order: the first ones are told already.
+            waiting = len(lines) + self._queue.qsize() - self._closing.is_set()
+            if waiting > self._delayed:
+                self._report("delayed", waiting - self._delayed, why)
+                self._delayed = waiting
             self._closing.wait(RETRY_S)
+
+    def _rest(self) -> int:
+        """How many entries wait, up to the end; they are taken."""
+        return sum(1 for _ in iter(self._queue.get, None))
 
     def _try(self, lines: list[bytes]) -> tuple[list[bytes], str]:
         """Those that are not whole in the file, and why."""

@@ -5,19 +5,22 @@ Owns how findings are told. What an unbroken chain proves, and what not, is in d
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from guard.telemetry.chain import GENESIS, HEAD_BYTES, Hash, Head, Link, Secret, hashed_part, link_of, read_head
-from guard.telemetry.ledger_files import head_path, open_all
+from guard.telemetry.content_check import Vouched, differences, vouched_by
+from guard.telemetry.ledger_files import content_folder, head_path, open_all
 from guard.telemetry.ledger_reader import LedgerReadError
+from guard.telemetry.locking import locked
 
 COPY_BYTES = 1 << 20
+LOCK_WAIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -80,20 +83,28 @@ class Checked:
         return f"the chain holds: {kept}; the last is {self.last or 'none'}"
 
 
-def check(path: Path, secret: Secret | None = None, since: int = 1, anchors: Sequence[Anchor] = ()) -> Checked:
+def check(
+    path: Path,
+    secret: Secret | None = None,
+    since: int = 1,
+    anchors: Sequence[Anchor] = (),
+    *,
+    content: bool = False,
+) -> Checked:
     """Read every file of a ledger. ``secret``: what entries must be keyed with. ``since``: problems with entries before
-    this number are not told. A ledger may be written to meanwhile.
+    this number are not told. ``content``: read the captured text too. A ledger may be written to meanwhile.
 
     Raises ``LedgerReadError``, for an entry that is keyed where no secret is given too.
     """
-    run = _Run(secret, {one.n: one for one in anchors})
+    run = _Run(secret, {one.n: one for one in anchors}, content=content)
     try:
         with _as_it_is_now(path) as (files, head):
             for i, (name, file, end) in enumerate(files, 1):
                 run.file(name, file, end, newest=i == len(files))
             run.end(path, head, read_head(head, secret))
+        run.content(content_folder(path))
     except OSError as error:
-        raise LedgerReadError(f"{path}: cannot be read: {error.strerror}") from None
+        raise LedgerReadError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
     run.found.problems = [one for one in run.found.problems if one.entry >= since]
     return run.found
 
@@ -101,25 +112,25 @@ def check(path: Path, secret: Secret | None = None, since: int = 1, anchors: Seq
 @contextmanager
 def _as_it_is_now(path: Path) -> Iterator[tuple[list[tuple[str, BinaryIO, int]], bytes]]:
     """Every file with its name and length, and the head, from between two entries."""
-    try:
-        lock = os.open(head_path(path), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        lock = None
-    opened = []
-    try:
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        opened = open_all(path)
-        files = [(file.name, lines, os.fstat(lines.fileno()).st_size) for file, lines in opened]
-        head = os.pread(lock, HEAD_BYTES, 0) if lock is not None else b""
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)
+    with ExitStack() as open_files:
+        head = b""
+        with ExitStack() as lock:
+            try:
+                head_file = open_files.enter_context(head_path(path).open("rb"))
+            except FileNotFoundError:
+                opened = open_all(path)
+            else:
+                lock.enter_context(locked(head_file.fileno(), head_path(path), LOCK_WAIT_S, "shared"))
+                head = os.pread(head_file.fileno(), HEAD_BYTES, 0)
+                try:
+                    opened = open_all(path)
+                except FileNotFoundError:
+                    # The head says what is missing.
+                    opened = []
+            for _, lines in opened:
+                open_files.enter_context(lines)
+            files = [(file.name, lines, os.fstat(lines.fileno()).st_size) for file, lines in opened]
         yield files, head
-    finally:
-        for _, lines in opened:
-            lines.close()
-        if lock is not None:
-            os.close(lock)
 
 
 @dataclass
@@ -146,7 +157,7 @@ class _Between:
 class _Run:
     """The check on its way through the files."""
 
-    def __init__(self, secret: Secret | None, anchors: dict[int, Anchor]) -> None:
+    def __init__(self, secret: Secret | None, anchors: dict[int, Anchor], *, content: bool) -> None:
         self.found = Checked()
         self._secret = secret
         self._anchors = anchors
@@ -155,6 +166,8 @@ class _Run:
         self._name = ""
         self._lines: BinaryIO
         self._between = _Between()
+        self._reads_content = content
+        self._vouched: list[Vouched] = []
 
     def file(self, name: str, lines: BinaryIO, end: int, *, newest: bool) -> None:
         self._name, self._lines, self._between = name, lines, _Between()
@@ -177,6 +190,7 @@ class _Run:
     def end(self, path: Path, raw: bytes, head: Head | None) -> None:
         """What the head file says there should be."""
         found, name = self.found, head_path(path).name
+        self._name = self._name or path.name
         for anchor in self._anchors.values():
             self._problem(0, f"has no entry {anchor.n}, which was noted", anchor.n)
         if not raw.strip():
@@ -188,17 +202,28 @@ class _Run:
             self._named_problem(name, f"{what}: entries cut off at the ledger's end would not show", self._n)
             return
         if head.n > self._n:
-            gone = _entries(self._n + 1, head.n)
+            gone = _entries(self._n + 1 if found.entries else head.oldest, head.n)
             self._problem(0, f"{gone} missing at the end: the head file says that there were {head.n}", head.n)
         elif head.n == self._n and head.hash != self._hash and found.entries:
             self._problem(0, f"ends otherwise than the head file says: entry {head.n} has another hash", head.n)
         elif head.n < self._n:
             self._note(0, f"{_entries(head.n + 1, self._n)} not in the head file: a writer ended in between")
-        if found.first > head.oldest:
+        if found.entries and found.first > head.oldest:
             gone = _entries(head.oldest, found.first - 1)
             self._named_problem(
                 name, f"{gone} missing at the beginning, which retention has not deleted", found.first - 1
             )
+
+    def content(self, folder: Path) -> None:
+        """Text that somebody deleted is none of the chain's business, but is told."""
+        for one, difference in differences(folder, self._vouched, datetime.now(UTC).date()):
+            what = f"the captured text of request {one.request_id!r} (entry {one.entry})"
+            if difference == "changed":
+                what += " is not what was written"
+                self.found.problems.append(Finding(one.file, one.line, one.entry, what))
+            else:
+                what += f" is gone, before its last day, {one.expires}"
+                self.found.notes.append(Finding(one.file, one.line, one.entry, what))
 
     def _entry(self, number: int, line: bytes, link: Link) -> None:
         found, expected = self.found, self._n + 1
@@ -225,6 +250,8 @@ class _Run:
             )
         if (anchor := self._anchors.pop(link.n, None)) is not None and anchor.hash != link.hash:
             self._problem(number, f"entry {link.n} has another hash than was noted", link.n)
+        if self._reads_content and (vouched := vouched_by(self._name, number, link.n, line)) is not None:
+            self._vouched.append(vouched)
         found.first = found.first or link.n
         found.entries += 1
         self._n, self._hash = link.n, link.hash

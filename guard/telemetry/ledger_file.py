@@ -8,7 +8,6 @@ the head, rotation and retention; not the queue before it (``ledger.py``), nor t
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import stat
@@ -26,10 +25,17 @@ from guard.telemetry.ledger_files import (
     rotated_files,
     rotated_path,
 )
+from guard.telemetry.locking import locked
 
 log = logging.getLogger("guard.ledger")
 
 MODE = 0o640
+HEAD_MODE = 0o600
+"""Who may open the head may lock it, and so stop every writer."""
+
+LOCK_WAIT_S = 2.0
+"""Others hold it for one write. One who holds it for longer is an error like a disk's."""
+
 COPY_BYTES = 1 << 20
 LINE_END = b"\n"
 
@@ -62,7 +68,11 @@ class LedgerFile:
         if self._file is None:
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
         if self._lock is None and self.is_file:
-            self._lock = os.open(head_path(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE)
+            self._lock = os.open(head_path(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, HEAD_MODE)
+            state = os.fstat(self._lock)
+            if stat.S_IMODE(state.st_mode) & ~HEAD_MODE and state.st_uid == os.geteuid():
+                # Of an earlier version.
+                os.fchmod(self._lock, HEAD_MODE)
 
     def close(self) -> None:
         for file in (self._file, self._lock):
@@ -116,13 +126,9 @@ class LedgerFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        lock = self._head_fd
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+        with locked(self._head_fd, head_path(self.path), LOCK_WAIT_S):
             self._follow()
             yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
 
     def _follow(self) -> None:
         """Another writer may have rotated the file, or somebody moved it."""

@@ -71,6 +71,17 @@ def matching(path: Path, query: Query) -> Iterator[Entry]:
             file.close()
 
 
+def detectors_in(path: Path) -> set[str]:
+    """Names of all detectors that gave a request a score. Raises ``LedgerReadError``."""
+    names: set[str] = set()
+    for entry in matching(path, Query()):
+        answer = entry.get("answer")
+        for part in (entry, answer if isinstance(answer, dict) else {}):
+            scores = part.get("scores")
+            names.update(scores if isinstance(scores, dict) else ())
+    return names
+
+
 def time_of(entry: Entry) -> datetime | None:
     """When a request came; None where the entry does not say so."""
     try:

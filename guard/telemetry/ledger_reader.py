@@ -15,6 +15,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from guard.telemetry.chain import link_of
 from guard.telemetry.content import Captured, find_captured
 from guard.telemetry.ledger_files import (
     BLOCK_BYTES,
@@ -28,6 +29,9 @@ from guard.telemetry.ledger_files import (
 
 Entry = dict[str, Any]
 """One request, by the fields of ``guard.telemetry.record.ENTRY_FIELDS`` and ``chain``."""
+
+
+UNCHAINED = "this line is not in the chain: somebody put it there, or a version of the guard without a chain wrote it"
 
 
 class LedgerReadError(ValueError):
@@ -139,6 +143,12 @@ def follow(path: Path, count: int, every_s: float = 0.2) -> Iterator[Entry]:
             file, rest = newer.open("rb"), b""
     except OSError as error:
         raise _unreadable(path, error) from None
+
+
+def chained(entry: Entry) -> bool:
+    """Whether it ends in a place in the chain. Whether that is its own only ``ledger_check.py`` can say."""
+    last = next(reversed(entry), None)
+    return last == "chain" and link_of(json.dumps({last: entry[last]}, separators=(",", ":")).encode()) is not None
 
 
 def _number(entry: Entry) -> int:

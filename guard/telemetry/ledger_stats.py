@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from guard.telemetry.ledger_reader import Entry
+from guard.telemetry.ledger_reader import Entry, chained
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 COUNTED = ("policy", "action", "outcome", "route", "model", "tenant")
@@ -112,6 +112,7 @@ def one_line(entry: Entry) -> str:
         f"{status or '-'} {entry.get('outcome') or '-'}",
         f"{total:.0f} ms" if isinstance(total, int | float) else "-",
         str(entry.get("request_id")),
+        *(() if chained(entry) else ("(not in the chain)",)),
     )
     return _plain("  ".join(columns))
 

@@ -3,6 +3,9 @@ patterns.
 
 Owns the forms of these. Each is found by how it is usually written, so this keeps accidents out of a file, and nobody
 who tries. Forms of keys are those that the services publish for secret scanning.
+
+Clients choose these texts, and while a pattern is matched no other thread runs. So each takes time in proportion to any
+text: what repeats without a bound does so where no second match can begin inside it, and gives nothing back (``++``).
 """
 
 from __future__ import annotations
@@ -13,32 +16,55 @@ from collections.abc import Callable, Mapping, Sequence
 
 SECRETS = re.compile(
     r"""
-      -----BEGIN[ ](?:[A-Z0-9]+[ ]){0,3}PRIVATE[ ]KEY-----[\s\S]*?(?:-----END[ ][A-Z0-9 ]{0,40}-----|\Z)
-    | \b(?:sk|pk|rk)[-_][A-Za-z0-9_\-]{16,}                # OpenAI, Anthropic, Stripe
-    | \bgh[pousr]_[A-Za-z0-9]{30,} | \bgithub_pat_\w{22,}
-    | \bglpat-[\w\-]{20,}
+      -----BEGIN[ ](?:[A-Z0-9]{1,20}[ ]){0,3}PRIVATE[ ]KEY-----[\s\S]*?(?:-----END[ ][A-Z0-9 ]{0,40}-----|\Z)
+    | \b(?:sk|pk|rk)[-_][A-Za-z0-9_\-]{16,}+               # OpenAI, Anthropic, Stripe
+    | \bgh[pousr]_[A-Za-z0-9]{30,}+ | \bgithub_pat_\w{22,}+
+    | \bgl(?:pat|rt|dt)-[\w\-]{20,}+                        # GitLab
     | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b                         # AWS
-    | \bAIza[0-9A-Za-z_\-]{35}                              # Google
-    | \bxox[abeoprs]-[A-Za-z0-9\-]{10,}                     # Slack
-    | \bhf_[A-Za-z0-9]{30,} | \bnpm_[A-Za-z0-9]{36} | \bpypi-[\w\-]{32,}
+    | \bAIza[0-9A-Za-z_\-]{35} | \bya29\.[\w\-]{20,}+ | \bGOCSPX-[\w\-]{20,}+   # Google
+    | \bxox[abeoprs]-[A-Za-z0-9\-]{10,}+ | \bxapp-[A-Za-z0-9\-]{10,}+           # Slack
+    | \bhf_[A-Za-z0-9]{30,}+ | \bnpm_[A-Za-z0-9]{36} | \bpypi-[\w\-]{32,}+
+    | \bSG\.[\w\-]{16,64}+\.[\w\-]{32,}+                    # SendGrid
+    | \bSK[0-9a-f]{32}\b                                    # Twilio
+    | \bshp(?:at|ca|pa|ss)_[0-9a-fA-F]{32} | \bdo[opr]_v1_[0-9a-f]{64} | \bdapi[0-9a-f]{32}
     | \bmg_[A-Za-z0-9_\-]{43}                               # the guard's own keys
-    | \beyJ[\w\-]{8,}\.[\w\-]{8,}\.[\w\-]*                  # JSON web tokens
+    | (?<![\w\-])eyJ[\w\-]{8,}+\.[\w\-]{8,}+\.[\w\-]*+      # JSON web tokens
     """,
     re.VERBOSE,
 )
 NAMED_SECRETS = re.compile(
     r"""(?ix)
-    ( \b(?:bearer|basic)[ ]+(?=[\w.~+/=\-]{16})
-    | [\w\-]{0,32}(?:password|passwd|passphrase|secret|api[_\-]?key|access[_\-]?key|token)["']?\s{0,3}[:=]\s{0,3}["']?
-    | ://[^\s/:@]{0,64}:
+    ( \b(?:bearer|basic)[ ]{1,8}+(?=[\w.~+/=\-]{16}) )
+    ( [^\s"',;\\]++ )
+    |
+    ( (?:password|passwd|passphrase|secret|(?:api|access|account|private|secret|signing)[_\-]?key|token)
+      \\{0,4}["']?\s{0,3}[:=]\s{0,3} )
+    (?: ( \\{0,4}" ) ( [^"\r\n]{5,}[^"\r\n\\] )
+      | ( \\{0,4}' ) ( [^'\r\n]{5,}[^'\r\n\\] )
+      | (?=(?:[,;]{0,3}[^\s"',;]){6})
+        ( (?:[,;]{0,3}(?:[^\s"',;\\]|\\(?!["'])))++ )
     )
-    ([^\s"',;@]{6,})
+    |
+    ( ://[^\s/:]{0,64}+: )
+    ( [^\s/"']+ ) (?=@)
     """
 )
-"""A value behind what says that it is one."""
+"""A value behind what says that it is one: to the end of its quotation, or of what has no space in it. In an address
+that is to the last ``@`` before the path."""
 
-EMAILS = re.compile(r"[\w.+%\-]{1,64}@[\w\-]{1,63}(?:\.[\w\-]{1,63}){1,8}")
-CARDS = re.compile(r"(?<![\d])\d(?:[ \-]?\d){12,18}(?![\d])")
+EMAILS = re.compile(
+    r"""(?x)
+    (?<![\w.+%\-]) [\w.+%\-]++ @[\w\-]++(?:\.[\w\-]++)++
+    (?: [\w.+%\-]*+ @[\w\-]++(?:\.[\w\-]++)++ )*+    # one right behind the other
+    """
+)
+
+DIGITS = re.compile(r"\d(?:[ \-\u00a0]?\d)++")
+GROUP = re.compile(r"\d+")
+CARD_GROUPS = ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 4, 4, 3), *((length,) for length in range(13, 20)))
+"""How the digits of a card's number are grouped, where other digits stand beside it."""
+
+CARD_DIGITS = range(13, 20)
 
 Redact = Callable[[str, Counter[str]], str]
 """A text without what is to be taken out; how often is counted by what it was."""
@@ -51,11 +77,11 @@ def redaction(names: Sequence[str], patterns: Mapping[str, str]) -> Redact:
     def redact(text: str, counted: Counter[str]) -> str:
         if "secrets" in names:
             text = _each(SECRETS, "secret", text, counted)
-            text = NAMED_SECRETS.sub(lambda found: found[1] + _count("secret", counted), text)
+            text = NAMED_SECRETS.sub(lambda found: _without_value(found, counted), text)
         if "emails" in names:
             text = _each(EMAILS, "email", text, counted)
         if "cards" in names:
-            text = CARDS.sub(lambda found: _count("card", counted) if _checks(found[0]) else found[0], text)
+            text = DIGITS.sub(lambda found: _without_cards(found[0], counted), text)
         for name, pattern in own:
             text = _each(pattern, name, text, counted)
         return text
@@ -70,6 +96,37 @@ def _each(pattern: re.Pattern[str], name: str, text: str, counted: Counter[str])
 def _count(name: str, counted: Counter[str]) -> str:
     counted[name] += 1
     return f"[{name}]"
+
+
+def _without_value(found: re.Match[str], counted: Counter[str]) -> str:
+    """The last group is the value; the others are what says so."""
+    *before, _value = (group for group in found.groups() if group is not None)
+    return "".join(before) + _count("secret", counted)
+
+
+def _without_cards(digits: str, counted: Counter[str]) -> str:
+    """Of digits with at most one space or hyphen between them: cards by their groups, or all of it."""
+    groups = [(one.start(), one.end()) for one in GROUP.finditer(digits)]
+    lengths = tuple(end - start for start, end in groups)
+    if sum(lengths) in CARD_DIGITS and _checks(digits):
+        return _count("card", counted)
+    parts, done, at = [], 0, 0
+    while at < len(groups):
+        size = next((len(form) for form in CARD_GROUPS if _is_card(digits, groups, lengths, at, form)), 0)
+        if size:
+            parts += [digits[done : groups[at][0]], _count("card", counted)]
+            done = groups[at + size - 1][1]
+        at += size or 1
+    return "".join(parts) + digits[done:]
+
+
+def _is_card(
+    digits: str, groups: Sequence[tuple[int, int]], lengths: tuple[int, ...], at: int, form: tuple[int, ...]
+) -> bool:
+    """Whether the groups from ``at`` on have this form, and the right check digit."""
+    if lengths[at : at + len(form)] != form:
+        return False
+    return _checks(digits[groups[at][0] : groups[at + len(form) - 1][1]])
 
 
 def _checks(number: str) -> bool:

@@ -189,6 +189,19 @@ def test_entries_cut_off_at_the_end_show_against_the_head_and_for_ever_after_the
     assert check(path, since=6).problems == []
 
 
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_when_every_file_but_the_head_is_gone_the_head_says_which_entries_are_missing(
+    tmp_path: Path, secret: Secret | None
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, range(12), secret, SMALL)
+    for file in ledger_files(path):
+        file.unlink()
+    assert "entries 1 to 12 are missing at the end: the head file says that there were 12" in found(path, secret)
+    write(path, range(12, 13), secret, SMALL)
+    assert "entries 1 to 12 are missing at the beginning" in found(path, secret)
+
+
 def test_a_head_that_is_gone_is_told_and_so_is_that_it_was(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     write(path, range(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -10,13 +11,17 @@ import stat
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from guard.telemetry import ledger as ledger_module
+from guard.telemetry import ledger_check, ledger_file
 from guard.telemetry.ledger import Ledger, LedgerError
 from guard.telemetry.ledger_check import check
+from guard.telemetry.ledger_files import head_path
+from guard.telemetry.ledger_reader import LedgerReadError
 
 
 class Results(Counter[str]):
@@ -33,6 +38,13 @@ def without_chain(line: str) -> dict[str, object]:
     entry: dict[str, object] = json.loads(line)
     del entry["chain"]
     return entry
+
+
+def until(happens: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def test_entries_of_many_threads_are_all_there_each_on_a_line_of_its_own(tmp_path: Path) -> None:
@@ -83,7 +95,7 @@ def test_a_file_that_cannot_be_opened_stops_the_start_and_the_message_names_it(t
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
-def test_a_full_disk_is_counted_and_logged_once_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_counted_and_logged_twice_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
     results = Results()
     with caplog.at_level(logging.ERROR), Ledger(Path("/dev/full"), results) as ledger:
         for number in range(50):
@@ -91,8 +103,9 @@ def test_a_full_disk_is_counted_and_logged_once_and_raises_nothing(caplog: pytes
             time.sleep(0.001)
     assert (results["failed"], results["written"], results["dropped"]) == (50, 0, 0)
     assert 1 <= results["delayed"] <= 50
-    assert [record.name for record in caplog.records] == ["guard.ledger"]
-    assert "No space left on device" in caplog.text
+    first, last = caplog.messages
+    assert "No space left on device" in first
+    assert "50 entries are lost" in last
 
 
 def test_after_half_a_line_the_next_entry_begins_on_a_line_of_its_own(
@@ -132,10 +145,14 @@ def test_a_disk_that_is_full_for_a_while_costs_no_entry(tmp_path: Path, monkeypa
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
             for number in range(300):
                 ledger.append({"number": number, "padding": "x" * 30})
-            while not results["delayed"]:
-                time.sleep(0.001)
+                if number == 100:
+                    until(lambda: results["delayed"] > 0)
+            # Every one that waits is told, once, whichever write it belongs to.
+            until(lambda: results["delayed"] + results["written"] == 300)
             time.sleep(0.05)
             assert path.stat().st_size == 1000
+            assert results["delayed"] == 300 - results["written"]
+            delayed = results["delayed"]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     found, torn = [], 0
@@ -147,7 +164,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_entry(tmp_path: Path, monkeypa
     assert found == list(range(300))
     assert torn <= 1
     assert check(path).problems == []
-    assert (results["written"], results["failed"], results["dropped"]) == (300, 0, 0)
+    assert results == {"written": 300, "delayed": delayed}
 
 
 def test_when_too_many_wait_new_entries_are_dropped_and_counted(
@@ -172,3 +189,63 @@ def test_when_too_many_wait_new_entries_are_dropped_and_counted(
         disk_hangs.set()
     assert (results["written"], results["dropped"]) == (11, 89)
     assert [entry["number"] for entry in lines(tmp_path / "ledger.jsonl")] == list(range(11))
+
+
+def test_what_is_lost_at_the_end_is_counted_and_told_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than one write's entries, of which only the first few are ever tried."""
+    monkeypatch.setattr(ledger_module, "MAX_BATCH", 5)
+    path, results = tmp_path / "ledger.jsonl", Results()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with caplog.at_level(logging.ERROR), Ledger(path, results) as ledger:
+            ledger.append({"number": 0})
+            until(lambda: results["written"] == 1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+            for number in range(208):
+                ledger.append({"number": number})
+            until(lambda: results["delayed"] == 208)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert results == {"written": 1, "delayed": 208, "failed": 208}
+    assert "208 entries are lost" in caplog.messages[-1]
+
+
+def test_a_lock_that_somebody_keeps_delays_entries_like_a_disk_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ledger_file, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(ledger_check, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(ledger_module, "RETRY_S", 0.01)
+    path, results = tmp_path / "ledger.jsonl", Results()
+    with caplog.at_level(logging.ERROR), Ledger(path, results) as ledger:
+        ledger.append({"number": 0})
+        until(lambda: results["written"] == 1)
+        assert stat.S_IMODE(head_path(path).stat().st_mode) == 0o600
+        with head_path(path).open("rb") as head:
+            fcntl.flock(head, fcntl.LOCK_SH)
+            ledger.append({"number": 1})
+            until(lambda: results["delayed"] == 1)
+            fcntl.flock(head, fcntl.LOCK_EX)
+            with pytest.raises(LedgerReadError, match=r"another process has held the lock on ledger\.jsonl\.head"):
+                check(path)
+        until(lambda: results["written"] == 2)
+        # Kept to the end: the ledger is closed all the same.
+        held = head_path(path).open("rb")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ledger.append({"number": 2})
+        ledger.append({"number": 3})
+    held.close()
+    assert results == {"written": 2, "delayed": results["delayed"], "failed": 2}
+    assert "another process has held the lock" in caplog.text
+    assert "2 entries are lost" in caplog.messages[-1]
+    assert check(path).problems == []
+
+
+def test_a_head_that_others_could_open_is_closed_to_them(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path):
+        head_path(path).chmod(0o640)
+    with Ledger(path):
+        assert stat.S_IMODE(head_path(path).stat().st_mode) == 0o600
