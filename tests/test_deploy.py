@@ -15,6 +15,7 @@ import typer.main
 import yaml
 
 from guard.cli import app
+from guard.data import data_folder
 from guard.models import resolve_model
 from guard.proxy.monitor import monitor_routes
 from guard.serve import bound_policies, engine_config_of
@@ -79,6 +80,32 @@ def test_every_setting_exists_and_has_a_value_that_can_be_read(where: str, monke
     settings = load_settings()
     assert not settings.api_key_hashes
     assert settings.keys == Path("/etc/guard/keys/keys.yaml")
+
+
+def service_links(name: str, port: dict[str, Any]) -> set[str]:
+    """The variables that kubelet puts into every pod of a Service's namespace, of one port of it:
+    https://kubernetes.io/docs/tutorials/services/connect-applications-service/#environment-variables"""
+    start = name.upper().replace("-", "_")
+    tcp = f"{start}_PORT_{port['port']}_{port.get('protocol', 'TCP')}"
+    named = f"{start}_SERVICE_PORT_{port['name'].upper().replace('-', '_')}"
+    return {f"{start}_SERVICE_HOST", f"{start}_SERVICE_PORT", named, f"{start}_PORT", tcp} | {
+        f"{tcp}_{part}" for part in ("PROTO", "PORT", "ADDR")
+    }
+
+
+def test_no_service_becomes_a_setting_of_the_guard_or_of_vllm_in_any_pod() -> None:
+    from vllm import envs
+
+    read = {PREFIX + name.upper() for name in Settings.model_fields} | envs.environment_variables.keys()
+    links = {
+        link
+        for name, service in named("Service").items()
+        for port in service["spec"]["ports"]
+        for link in service_links(name, port)
+    }
+    # As long as the Services have these names, their links are settings.
+    assert links & read == {"GUARD_PORT", "VLLM_PORT"}
+    assert [name for name, pod in PODS.items() if pod["spec"].get("enableServiceLinks") is not False] == []
 
 
 def test_every_command_of_the_guard_and_its_options_exist() -> None:
@@ -177,7 +204,7 @@ def test_the_engine_gets_taps_for_the_policies_of_its_pod(tmp_path: Path) -> Non
     key = resolve_model(environment["MODEL"]).config_key
     guard = {entry["name"]: entry["value"] for entry in CONTAINERS["guard"]["env"]}
     assert guard["GUARD_CONFIG_KEY"] == key
-    assert [one.name for one in bound_policies(tmp_path, key).policies] == ["default"]
+    assert [one.name for one in bound_policies(tmp_path, key, data_folder("model_configs")).policies] == ["default"]
 
 
 def test_compose_mounts_files_that_exist_and_names_volumes_services_and_networks_that_do() -> None:
