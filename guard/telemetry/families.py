@@ -26,9 +26,9 @@ STATUSES = ("scored", "unavailable", "late", "dropped", "not_applicable")
 """What became of a detector's score; ``late`` and ``dropped`` are kinds of ``unavailable`` that have a remedy."""
 
 ROUTE = "the paths that are served, and `other`"
-POLICY = "policies loaded since the start"
+POLICY = "policies that are loaded, and those just before them"
 RULE = "their rules"
-DETECTOR = "detectors of loaded policies"
+DETECTOR = "their detectors"
 KIND = "kinds of detectors"
 DETECTOR_LABELS = {"detector": DETECTOR, "kind": KIND}
 
