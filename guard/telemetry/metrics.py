@@ -89,6 +89,8 @@ class Metrics:
         self.policy_in_force = gauge(f.POLICY_IN_FORCE, registry)
         self.policy_loaded = gauge(f.POLICY_LOADED, registry)
         self.policy_reloads = counter(f.POLICY_RELOADS, registry)
+        self.keys_in_force = gauge(f.KEYS_IN_FORCE, registry)
+        self.keys_in_force.set(1)
         gauge(f.BUILD_INFO, registry).labels(__version__).set(1)
         self._by_policy = (
             (f.REQUESTS, self.requests),
@@ -171,6 +173,10 @@ class Metrics:
     def count_reload(self, result: Reload) -> None:
         self.policy_reloads.labels(result).inc()
         self.policy_in_force.set(0 if result == "failure" else 1)
+
+    def show_keys(self, in_force: bool) -> None:
+        """Whether the file of keys could be used when it was last read."""
+        self.keys_in_force.set(in_force)
 
     def count(self, record: RequestRecord) -> None:
         """Add one finished request."""
