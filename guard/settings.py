@@ -41,6 +41,8 @@ PREFIX = "GUARD_"
 NEARLY = 0.88
 """Of ``difflib``: one or two letters of a name are other ones."""
 MIN_LEDGER_KEY = 16
+SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
+"""How the value begins that Kubernetes gives ``NAME_PORT`` in the pods of a namespace with a Service ``name``."""
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -207,6 +209,16 @@ class Settings(BaseSettings):
     @classmethod
     def _split_at_commas(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("port", "admin_port", mode="before")
+    @classmethod
+    def _is_no_service_link(cls, value: Any) -> Any:
+        if isinstance(value, str) and SERVICE_LINK.match(value):
+            raise ValueError(
+                "is the address of a Kubernetes Service that has this variable's name, and no port; "
+                "set enableServiceLinks: false in the pod's spec"
+            )
+        return value
 
     @field_validator("passed_paths")
     @classmethod

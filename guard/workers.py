@@ -14,13 +14,13 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.connection import Connection
 
 import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
+from guard.metrics_folder import metrics_folder
 from guard.policy import PolicyError
 from guard.proxy.keys import KeysError
 from guard.proxy.services import Services
@@ -83,7 +83,7 @@ async def proxies(services: Services, listener: socket.socket, say: Say) -> Asyn
         async with proxy_running(services, listener) as server:
             yield server
         return
-    with tempfile.TemporaryDirectory(prefix="guard-metrics-") as metrics:
+    with metrics_folder() as metrics:
         async with _running(settings, listener, metrics, say) as watching:
             yield watching
 

@@ -15,6 +15,7 @@ import typer.main
 import yaml
 
 from guard.cli import app
+from guard.data import data_folder
 from guard.models import resolve_model
 from guard.proxy.monitor import monitor_routes
 from guard.serve import bound_policies, engine_config_of
@@ -40,11 +41,14 @@ def named(kind: str) -> dict[str, dict[str, Any]]:
     return {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] == kind}
 
 
+def given(entry: dict[str, Any]) -> str:
+    """Of a variable; of one from a Secret something as long as README.md makes it."""
+    return str(entry.get("value", "0" * 64))
+
+
 def environments() -> dict[str, dict[str, str]]:
     """Of every container, by a name to read."""
-    pods = {
-        f"kubernetes {name}": {e["name"]: e["value"] for e in one.get("env", ())} for name, one in CONTAINERS.items()
-    }
+    pods = {f"kubernetes {name}": {e["name"]: given(e) for e in one.get("env", ())} for name, one in CONTAINERS.items()}
     return pods | {f"compose {name}": one.get("environment", {}) for name, one in COMPOSE["services"].items()}
 
 
@@ -75,10 +79,38 @@ def test_every_setting_exists_and_has_a_value_that_can_be_read(where: str, monke
     if f"{PREFIX}UPSTREAM" not in given:
         return
     for name, value in given.items():
+        value = re.sub(r"\$\{\w+:\?.*\}", "0" * 64, value)
         monkeypatch.setenv(name, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
     settings = load_settings()
     assert not settings.api_key_hashes
+    assert settings.ledger_key is not None
     assert settings.keys == Path("/etc/guard/keys/keys.yaml")
+
+
+def service_links(name: str, port: dict[str, Any]) -> set[str]:
+    """The variables that kubelet puts into every pod of a Service's namespace, of one port of it:
+    https://kubernetes.io/docs/tutorials/services/connect-applications-service/#environment-variables"""
+    start = name.upper().replace("-", "_")
+    tcp = f"{start}_PORT_{port['port']}_{port.get('protocol', 'TCP')}"
+    named = f"{start}_SERVICE_PORT_{port['name'].upper().replace('-', '_')}"
+    return {f"{start}_SERVICE_HOST", f"{start}_SERVICE_PORT", named, f"{start}_PORT", tcp} | {
+        f"{tcp}_{part}" for part in ("PROTO", "PORT", "ADDR")
+    }
+
+
+def test_no_service_becomes_a_setting_of_the_guard_or_of_vllm_in_any_pod() -> None:
+    from vllm import envs
+
+    read = {PREFIX + name.upper() for name in Settings.model_fields} | envs.environment_variables.keys()
+    links = {
+        link
+        for name, service in named("Service").items()
+        for port in service["spec"]["ports"]
+        for link in service_links(name, port)
+    }
+    # As long as the Services have these names, their links are settings.
+    assert links & read == {"GUARD_PORT", "VLLM_PORT"}
+    assert [name for name, pod in PODS.items() if pod["spec"].get("enableServiceLinks") is not False] == []
 
 
 def test_every_command_of_the_guard_and_its_options_exist() -> None:
@@ -107,7 +139,7 @@ def test_ports_and_probes_are_those_that_the_programs_have() -> None:
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             for how in container.get(probe, {}).keys() & {"httpGet", "tcpSocket"}:
                 assert container[probe][how]["port"] == port["name"]
-    guard = {entry["name"]: entry["value"] for entry in CONTAINERS["guard"]["env"]}
+    guard = environments()["kubernetes guard"]
     assert int(guard["GUARD_PORT"]) == CONTAINERS["guard"]["ports"][0]["containerPort"]
     probed = {CONTAINERS["guard"][probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")}
     assert probed <= {route.path for route in monitor_routes(None)}  # type: ignore[arg-type]
@@ -130,8 +162,15 @@ def test_selectors_find_pods_and_services_and_volumes_are_there() -> None:
         ((ports,),) = [[rule["ports"] for rule in policy["spec"]["ingress"]]]
         wanted = policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
         assert [one["port"] for one in ports] == [one["containerPort"] for one in CONTAINERS[wanted]["ports"]]
-    made = {"guard-keys"} | named("ConfigMap").keys() | named("PersistentVolumeClaim").keys()
-    assert "secret generic guard-keys" in (DEPLOY / "README.md").read_text()
+    readme = (DEPLOY / "README.md").read_text()
+    secrets = {"guard-keys": {"keys.yaml"}, "guard-ledger": {"key"}}
+    for name, keys in secrets.items():
+        (made_of,) = re.findall(rf"create secret generic {name} --from-(?:file|literal)=([\w.]+)", readme)
+        assert {made_of} == keys
+    for entry in (one for container in CONTAINERS.values() for one in container.get("env", ()) if "valueFrom" in one):
+        wanted_from = entry["valueFrom"]["secretKeyRef"]
+        assert wanted_from["key"] in secrets[wanted_from["name"]]
+    made = secrets.keys() | named("ConfigMap").keys() | named("PersistentVolumeClaim").keys()
     for name, pod in PODS.items():
         volumes = {one["name"]: one for one in pod["spec"].get("volumes", ())}
         assert {one["name"] for one in CONTAINERS[name].get("volumeMounts", ())} == volumes.keys()
@@ -152,7 +191,7 @@ def test_monitors_scrape_a_port_that_exists_under_the_names_that_rules_expect() 
 
 
 def test_a_pod_has_longer_to_stop_than_the_proxy_takes() -> None:
-    guard = {entry["name"]: entry["value"] for entry in CONTAINERS["guard"]["env"]}
+    guard = environments()["kubernetes guard"]
     takes_s = float(guard["GUARD_DRAIN_DELAY_S"]) + float(guard["GUARD_DRAIN_TIMEOUT_S"])
     assert PODS["guard"]["spec"]["terminationGracePeriodSeconds"] > takes_s
     proxy = COMPOSE["services"]["proxy"]
@@ -175,9 +214,9 @@ def test_the_engine_gets_taps_for_the_policies_of_its_pod(tmp_path: Path) -> Non
     assert taps["hidden_layers"]
     assert taps["attention_heads"]
     key = resolve_model(environment["MODEL"]).config_key
-    guard = {entry["name"]: entry["value"] for entry in CONTAINERS["guard"]["env"]}
+    guard = environments()["kubernetes guard"]
     assert guard["GUARD_CONFIG_KEY"] == key
-    assert [one.name for one in bound_policies(tmp_path, key).policies] == ["default"]
+    assert [one.name for one in bound_policies(tmp_path, key, data_folder("model_configs")).policies] == ["default"]
 
 
 def test_compose_mounts_files_that_exist_and_names_volumes_services_and_networks_that_do() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from guard.settings import SettingsError, is_loopback, load_settings
+from guard.settings import Settings, SettingsError, is_loopback, load_settings
 
 KEY = "a-secret-key"
 KEY_HASH = hashlib.sha256(KEY.encode()).hexdigest()
@@ -99,6 +99,15 @@ def test_a_misspelt_variable_stops_the_start_and_what_is_not_near_is_not_ours(mo
         with pytest.raises(SettingsError, match=f"{name}: no setting has this name; {like} has"):
             load_settings()
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("name", [f"GUARD_{one.upper()}" for one in Settings.model_fields if one.endswith("port")])
+def test_what_kubernetes_puts_into_pods_for_a_service_is_told_from_a_port(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "tcp://10.96.0.12:80")
+    with pytest.raises(SettingsError, match=rf"\({name}\): .*enableServiceLinks: false"):
+        load_settings()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.10", "example.org", ""])  # noqa: S104

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,10 +33,20 @@ class Use:
 
 class KeyStore:
     """Keys of a file, and ``hashes`` of keys beside it. ``limits_count``: whether limits mean what they say here.
+    ``on_reload``: told whether the file could be used, each time that it was read again.
+
     Raises ``KeysError`` when there is nothing to begin with."""
 
-    def __init__(self, path: Path | None = None, hashes: tuple[str, ...] = (), *, limits_count: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        hashes: tuple[str, ...] = (),
+        *,
+        limits_count: bool = True,
+        on_reload: Callable[[bool], None] = lambda in_force: None,
+    ) -> None:
         self.path = path
+        self._on_reload = on_reload
         self._limits_count = limits_count
         self.error: str | None = None
         """Why the file that is there now is not what counts."""
@@ -55,11 +66,13 @@ class KeyStore:
         except KeysError as error:
             self.error = str(error)
             log.error("keys not changed: %s", error)
+            self._on_reload(False)
             return False
         self.error = None
         self.current = new
         known = {one.key_id for ring in (new.callers, new.admins) for one in (ring or {}).values()}
         self.uses = {key_id: use for key_id, use in self.uses.items() if key_id in known}
+        self._on_reload(True)
         log.warning("%d keys from %s", len(known), self.path)
         return True
 

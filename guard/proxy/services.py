@@ -59,8 +59,11 @@ class Services:
         self.settings = settings
         self.policies = PolicyStore(settings.policy, self._bound, self._reloaded)
         limits_count = settings.workers == 1 or settings.redis_url is not None
-        self.access = Access(KeyStore(settings.keys, settings.api_key_hashes, limits_count=limits_count))
         self.metrics = Metrics(ROUTES)
+        keys = KeyStore(
+            settings.keys, settings.api_key_hashes, limits_count=limits_count, on_reload=self.metrics.show_keys
+        )
+        self.access = Access(keys)
         self.admission = Admission(settings, self.metrics.limit_fallbacks.inc)
         self._announce(self.policies.current)
         self.ledger = Ledger(

@@ -26,9 +26,9 @@ STATUSES = ("scored", "unavailable", "late", "dropped", "not_applicable")
 """What became of a detector's score; ``late`` and ``dropped`` are kinds of ``unavailable`` that have a remedy."""
 
 ROUTE = "the paths that are served, and `other`"
-POLICY = "policies loaded since the start"
+POLICY = "policies that are loaded, and those just before them"
 RULE = "their rules"
-DETECTOR = "detectors of loaded policies"
+DETECTOR = "their detectors"
 KIND = "kinds of detectors"
 DETECTOR_LABELS = {"detector": DETECTOR, "kind": KIND}
 
@@ -163,6 +163,12 @@ POLICY_IN_FORCE = Family(
     "1 when the policy files as they are now are what judges; 0 when the last change of them could not be used.",
     merged="livemin",
 )
+KEYS_IN_FORCE = Family(
+    "guard_keys_file_in_force",
+    "gauge",
+    "1 when the keys in the file as it is now are what counts; 0 when it cannot be used, and those before it count.",
+    merged="livemin",
+)
 BUILD_INFO = Family("guard_build_info", "gauge", "1, with the guard's version.", {"version": "one"}, merged="livemax")
 
 PROXY = (
@@ -170,6 +176,6 @@ PROXY = (
     DETECTOR_RESULTS, DETECTOR_SCORE, DETECTOR_SECONDS,
     ADDED_LATENCY, VERDICT, STREAM_HELD, SECOND_PASS, UPSTREAM_FIRST_BYTE, UPSTREAM,
     LIMIT_REFUSALS, LIMIT_FALLBACKS, LEDGER_ENTRIES,
-    POLICY_INFO, POLICY_IN_FORCE, POLICY_LOADED, POLICY_RELOADS, BUILD_INFO,
+    POLICY_INFO, POLICY_IN_FORCE, POLICY_LOADED, POLICY_RELOADS, KEYS_IN_FORCE, BUILD_INFO,
 )  # fmt: skip
 """All, in the order of the page."""

@@ -2,7 +2,8 @@
 
 Owns the counting, in a registry of its own, or, where ``PROMETHEUS_MULTIPROC_DIR`` names a folder, in files there that
 all worker processes share: then every process answers ``/metrics`` with the numbers of all. What there is to count is
-declared in ``families``. Every label's values are known at start, and the series exist from then on.
+declared in ``families``. Every label's values are known when policies are loaded, and the series exist from then on;
+those of policies that are gone go as well, but for those in shared files.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus-client's variable: the folder of files that several worker processes count in. It must be set before
 prometheus-client is imported, be empty at start, and not be passed on to vLLM, which has a use for it, too."""
+
+Stem = frozenset[tuple[str, str]]
+"""Labels, with values, that all series of one policy, rule, detector or pair of policies have."""
 
 Bound = tuple[str, str, str, float]
 """Rule, detector, ``at_least`` or ``below``, and the score that it is."""
@@ -59,6 +63,9 @@ class Metrics:
         self._kinds: dict[tuple[str, str], str] = {}
         self._routes = tuple(routes)
         self._hashes: dict[str, str] = {}
+        self._hashes_before: dict[str, str] = {}
+        self._stems: set[Stem] = set()
+        self._stems_made: set[Stem] = set()
         self._bounds: set[tuple[str, str, str, str]] = set()
         self.registry = registry = CollectorRegistry()
         self.requests = counter(f.REQUESTS, registry)
@@ -82,7 +89,17 @@ class Metrics:
         self.policy_in_force = gauge(f.POLICY_IN_FORCE, registry)
         self.policy_loaded = gauge(f.POLICY_LOADED, registry)
         self.policy_reloads = counter(f.POLICY_RELOADS, registry)
+        self.keys_in_force = gauge(f.KEYS_IN_FORCE, registry)
+        self.keys_in_force.set(1)
         gauge(f.BUILD_INFO, registry).labels(__version__).set(1)
+        self._by_policy = (
+            (f.REQUESTS, self.requests),
+            (f.RULE_HITS, self.rule_hits),
+            (f.SHADOW_DECISIONS, self.shadow_decisions),
+            (f.DETECTOR_RESULTS, self.detector_results),
+            (f.DETECTOR_SCORE, self.detector_scores),
+            (f.DETECTOR_SECONDS, self.detector_seconds),
+        )
         self._timed = (self.own, self.verdict, self.stream_held, self.second_pass)
         for route in routes:
             for by_route in (*self._timed, self.upstream_first_byte, self.upstream, self.in_flight):
@@ -96,12 +113,14 @@ class Metrics:
 
     def show(self, policies: Sequence[PolicyLabels], shadows: Sequence[tuple[str, str]] = ()) -> None:
         """Make the series of all policies that may judge from now on, and say which these are. ``shadows``: a policy
-        and the one in shadow beside it. Counters of policies before them stay."""
+        and the one in shadow beside it. Series of the policies just before them stay, since their requests may still
+        be under way and Prometheus has not seen the last of them; those of policies before these are dropped."""
         for one in policies:
             self._make_room(one)
         for policy, shadow in shadows:
             for action, would in product(f.HIT_ACTIONS, f.HIT_ACTIONS):
                 self.shadow_decisions.labels(policy, shadow, action, would)
+        self._drop_others(_stems(policies, shadows))
         self._show_hashes({one.name: one.hash for one in policies})
         self._show_bounds({(one.name, *bound[:3]): bound[3] for one in policies for bound in one.bounds})
         self.policy_loaded.set_to_current_time()
@@ -120,16 +139,26 @@ class Metrics:
             for status in f.STATUSES:
                 self.detector_results.labels(name, kind, status)
 
+    def _drop_others(self, stems: set[Stem]) -> None:
+        if not self.shared:
+            # In files that processes share no series can be taken back.
+            for gone in self._stems_made - stems - self._stems:
+                for family, metric in self._by_policy:
+                    labels = dict(gone)
+                    if labels.keys() <= family.labels.keys():
+                        metric.remove_by_labels(labels)
+        self._stems_made = stems | self._stems
+        self._stems = stems
+
     def _show_hashes(self, hashes: dict[str, str]) -> None:
         for name, hash_ in self._hashes.items() - hashes.items():
             if self.shared:
-                # In files that processes share no series can be taken back.
                 self.policy_info.labels(name, hash_).set(0)
             else:
                 self.policy_info.remove(name, hash_)
         for name, hash_ in hashes.items():
             self.policy_info.labels(name, hash_).set(1)
-        self._hashes = hashes
+        self._hashes, self._hashes_before = hashes, self._hashes
 
     def _show_bounds(self, bounds: Mapping[tuple[str, str, str, str], float]) -> None:
         for gone in self._bounds - bounds.keys():
@@ -145,6 +174,10 @@ class Metrics:
         self.policy_reloads.labels(result).inc()
         self.policy_in_force.set(0 if result == "failure" else 1)
 
+    def show_keys(self, in_force: bool) -> None:
+        """Whether the file of keys could be used when it was last read."""
+        self.keys_in_force.set(in_force)
+
     def count(self, record: RequestRecord) -> None:
         """Add one finished request."""
         route, answer = record.route, record.answer
@@ -157,6 +190,8 @@ class Metrics:
             self._count_score(name, self._kinds[record.policy, name], score)
         if record.shadow is not None:
             self._count_shadow(record, record.shadow)
+        if record.policy_hash not in (self._hashes.get(record.policy), self._hashes_before.get(record.policy)):
+            self._note_late(record)
         if record.decision:
             self.own.labels(route).observe(record.own_s)
         for by_route, duration_s in (
@@ -168,6 +203,14 @@ class Metrics:
         ):
             if duration_s is not None:
                 by_route.labels(route).observe(duration_s)
+
+    def _note_late(self, record: RequestRecord) -> None:
+        """It took so long that its policy's series had been dropped, and are back: the next change drops them."""
+        names = {**(record.answer.scores if record.answer else {}), **record.scores}
+        detectors = {name: self._kinds[record.policy, name] for name in names}
+        shadows = [(record.policy, record.shadow.policy)] if record.shadow else []
+        rules = [hit.rule for hit in record.hits]
+        self._stems_made |= _stems([PolicyLabels(record.policy, record.policy_hash, rules, detectors)], shadows)
 
     def _count_score(self, name: str, kind: str, score: Score) -> None:
         self.detector_results.labels(name, kind, status_of(score)).inc()
@@ -192,6 +235,14 @@ class Metrics:
         merged = CollectorRegistry()
         multiprocess.MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
         return generate_latest(merged)
+
+
+def _stems(policies: Sequence[PolicyLabels], shadows: Sequence[tuple[str, str]]) -> set[Stem]:
+    labels = [{"policy": one.name} for one in policies]
+    labels += [{"policy": one.name, "rule": rule} for one in policies for rule in one.rules]
+    labels += [{"detector": name, "kind": kind} for one in policies for name, kind in one.detectors.items()]
+    labels += [{"policy": policy, "shadow": shadow} for policy, shadow in shadows]
+    return {frozenset(one.items()) for one in labels}
 
 
 def status_of(score: Score) -> str:

@@ -16,7 +16,8 @@ dashboards and alerts in [dashboards](../dashboards/README.md) rely on them, and
 [changelog](../CHANGELOG.md).
 
 No label holds anything that a client chooses. Every series exists before the first request, so that a rate is 0 and
-not absent. Histograms have `_bucket`, `_sum` and `_count`.
+not absent. Series of a policy, rule or detector that is gone go with the second change of policies after it; where
+several worker processes share one port they stay. Histograms have `_bucket`, `_sum` and `_count`.
 """
 OF_THE_PROXY = """
 ## The proxy

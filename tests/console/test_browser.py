@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.console.conftest import Console
+from guard.data import data_folder, default_policy
+from tests.console.conftest import Console, StartConsole
 from tests.proxy.conftest import BLOCKED, CLEAN, FLAGGED
+from tests.proxy.engine import FakeEngine, running
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright: make install")
 
@@ -37,6 +39,12 @@ ATTACKS = (
 WATCH = """
 window.violations = [];
 addEventListener('securitypolicyviolation', (event) => violations.push(event.violatedDirective));
+"""
+
+
+FITS = """
+document.documentElement.scrollWidth <= innerWidth
+  && [...document.querySelectorAll('table, dl, ol, ul')].every((one) => one.scrollWidth <= one.clientWidth + 1)
 """
 
 
@@ -70,8 +78,8 @@ class Tab:
         return str(await self.page.inner_text(selector))
 
     async def fits(self) -> bool:
-        """Whether nothing stands out to the right."""
-        return bool(await self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+        """Whether nothing stands out to the right, and no table or list is cut there."""
+        return bool(await self.page.evaluate(FITS))
 
     async def check(self) -> None:
         """Nothing was broken, nothing was refused by the content security policy, nothing came from elsewhere."""
@@ -188,3 +196,18 @@ async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: 
                 await tab.press(key)
                 await tab.page.wait_for_selector(selector)
                 assert await tab.fits()
+
+
+async def test_every_figure_of_a_real_calibration_is_seen_on_a_phone(browser: Any, start_console: StartConsole) -> None:
+    policy = default_policy().read_text().replace("name: default", "name: test")
+    real: dict[str, Any] = {"config_key": "SmolLM2-135M-Instruct", "model_configs": data_folder("model_configs")}
+    async with (
+        running(FakeEngine()) as engine,
+        start_console(engine, policy, **real) as console,
+    ):
+        await console.chat()
+        async with opened(browser, console, PHONE) as tab:
+            await tab.press("3")
+            await tab.page.wait_for_selector(".calibration .figures")
+            assert await tab.page.locator(".figures tbody tr").count() > 6
+            assert await tab.fits()

@@ -70,7 +70,7 @@ async def test_a_key_works_from_when_it_is_made_until_it_is_revoked_without_a_re
     assert hash_of(first.encode()) not in ledger
 
 
-async def test_a_file_that_breaks_keeps_the_keys_before_it_and_readyz_says_so(
+async def test_a_file_that_breaks_keeps_the_keys_before_it_and_readyz_and_metrics_say_so(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys.yaml"
@@ -84,6 +84,11 @@ async def test_a_file_that_breaks_keeps_the_keys_before_it_and_readyz_says_so(
         else:
             raise AssertionError("never told")
         assert (await code_of(proxy, bearer(key)))[0] == 200
+        assert b"\nguard_keys_file_in_force 0.0\n" in (await proxy.get("/metrics"))[2]
+        file.unlink()
+        repaired, _ = create_key(file, NewKey())
+        await until_status(proxy, bearer(repaired), 200)
+        assert b"\nguard_keys_file_in_force 1.0\n" in (await proxy.get("/metrics"))[2]
 
 
 async def test_a_tenant_selects_the_policy_of_its_keys(start_proxy: StartProxy, tmp_path: Path) -> None:

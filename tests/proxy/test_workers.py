@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import aiohttp
 import psutil
+import pytest
 from typer.testing import CliRunner
 
 from guard.cli import app
 from guard.machine import free_port
+from guard.metrics_folder import metrics_folder
 from guard.proxy.keys import Limits, NewKey, create_key
 from guard.telemetry.ledger_check import check
 from tests.proxy.command import START_LIMIT_S, guard_proxy
@@ -85,13 +88,45 @@ async def test_several_workers_are_one_proxy(tmp_path: Path) -> None:
         assert not any(one.is_running() for one in workers)
 
 
-async def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
-    async with running(FakeEngine()) as engine, guard_proxy(tmp_path, engine, "--workers", "2") as proxy:
+async def test_workers_end_when_the_process_that_started_them_is_killed_and_their_folder_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    strange, elsewhere = tmp_path / "guard-metrics-strange", tmp_path / "elsewhere"
+    for folder in (strange, elsewhere):
+        folder.mkdir()
+        (folder / "kept").touch()
+    (elsewhere / "owner.lock").touch()
+    (tmp_path / "guard-metrics-link").symlink_to(elsewhere)
+    strangers = folders(tmp_path)
+    variables = {"TMPDIR": str(tmp_path)}
+    async with (
+        running(FakeEngine()) as engine,
+        guard_proxy(tmp_path, engine, "--workers", "2", **variables) as proxy,
+    ):
         workers = psutil.Process(proxy.process.pid).children()
+        (its,) = folders(tmp_path) - strangers
+        with metrics_folder() as mine:
+            # The next start, while the one before it runs.
+            assert folders(tmp_path) - strangers == {its, Path(mine).name}
+            with metrics_folder():
+                assert Path(mine).name in folders(tmp_path)
+            assert list((tmp_path / its).glob("*.db"))
+        assert folders(tmp_path) - strangers == {its}
         proxy.process.kill()
+        await proxy.process.wait()
         async with asyncio.timeout(20):
             while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in workers):
                 await asyncio.sleep(0.05)
+        assert folders(tmp_path) - strangers == {its}, "nobody was left to remove it"
+        with metrics_folder() as mine:
+            assert folders(tmp_path) - strangers == {Path(mine).name}
+    assert folders(tmp_path) == strangers
+    assert (elsewhere / "kept").exists()
+
+
+def folders(temporary: Path) -> set[str]:
+    return {one.name for one in temporary.glob("guard-metrics-*")}
 
 
 def test_limits_of_keys_need_redis_when_several_processes_count_them(tmp_path: Path) -> None:

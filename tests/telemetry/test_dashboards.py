@@ -124,6 +124,30 @@ def test_every_alert_has_a_test_and_says_what_to_do() -> None:
         assert rule["annotations"].keys() == {"summary", "action"}
 
 
+def test_alerts_are_tested_with_series_that_the_product_can_make() -> None:
+    known = names()
+    tests = yaml.safe_load((FOLDER / "prometheus" / "rules.test.yml").read_text())["tests"]
+    for series in (one["series"] for test in tests for one in test["input_series"]):
+        name, selector = re.fullmatch(r"(\w+)\{(.*)\}", series).groups()  # type: ignore[union-attr]
+        if name == "up":
+            continue
+        for label, value in re.findall(r'(\w+)="(.*?)"', selector):
+            assert label in known[name].labels.keys() | ADDED, series
+            values = known[name].labels.get(label)
+            assert not isinstance(values, tuple) or value in values, series
+
+
+def test_no_share_of_requests_counts_what_anybody_without_a_key_can_make() -> None:
+    """A query that divides by requests leaves out those that were refused, or not judged."""
+    wholes = [
+        (where, selector)
+        for where, expr in queries()
+        for selector in re.findall(r"/ [^/]*?guard_requests_total(\{.*?\})?", expr)
+    ]
+    assert len(wholes) >= 6
+    assert [where for where, selector in wholes if not re.search(r'action!="none"|outcome!="refused"', selector)] == []
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
 @pytest.mark.parametrize(
     "command", [("check", "config", "prometheus.yml"), ("test", "rules", "rules.test.yml")], ids=" ".join

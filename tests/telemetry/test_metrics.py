@@ -125,6 +125,42 @@ def test_a_policy_that_is_loaded_later_has_its_series_before_its_first_request_a
     assert value(metrics, "guard_detector_results_total", detector="injection", kind="other_kind", status="scored") == 1
 
 
+def renamed(name: str) -> PolicyLabels:
+    """The default policy, and everything in it, by other names."""
+    return PolicyLabels(name, (name * 64)[:64], (f"{name}-rule",), {f"{name}-detector": "probe"})
+
+
+def test_policies_that_are_renamed_again_and_again_do_not_make_the_page_grow(metrics: Metrics) -> None:
+    lines = []
+    for number in range(5):
+        metrics.show([renamed(f"p{number}")], [(f"p{number}", f"p{number}")])
+        lines.append(len(metrics.exposition().splitlines()))
+    assert lines[1:] == [lines[1]] * 4, "those that are loaded, and those just before them"
+    page = metrics.exposition().decode()
+    assert not re.search(r"default|focus|injection|distracted|p[012]\b", page)
+    assert '"p3"' in page
+
+
+def test_a_rule_or_detector_that_is_gone_goes_though_its_policy_stays(metrics: Metrics) -> None:
+    metrics.count(blocked())
+    for number in (1, 2):
+        metrics.show([PolicyLabels("default", str(number) * 64, ("injection",), {"injection": "probe"})])
+    page = metrics.exposition().decode()
+    assert not re.search(r"focus|distracted", page)
+    hits = {"policy": "default", "rule": "injection", "action": "block", "mode": "enforce"}
+    assert value(metrics, "guard_rule_hits_total", **hits) == 1, "what stays goes on counting"
+
+
+def test_a_request_that_outlives_its_policy_by_two_changes_counts_and_then_goes_with_the_next(metrics: Metrics) -> None:
+    for number in range(2):
+        metrics.show([renamed(f"p{number}")])
+    metrics.count(blocked())
+    labels = {"route": CHAT, "policy": "default", "action": "block", "outcome": "blocked"}
+    assert value(metrics, "guard_requests_total", **labels) == 1
+    metrics.show([renamed("p2")])
+    assert not re.search(r"default|focus|injection|distracted", metrics.exposition().decode())
+
+
 def test_files_that_cannot_be_used_are_seen_until_a_change_can(metrics: Metrics) -> None:
     assert value(metrics, "guard_policy_files_in_force") == 1
     metrics.count_reload("failure")

@@ -7,6 +7,7 @@ from guard.dashboards.panel import Page, Panel, Query, Row, quantile, quantiles,
 JOB = 'job=~"$job"'
 ENGINE = 'job=~"$engine"'
 REQUESTS = rate("guard_requests_total", JOB)
+JUDGED = rate("guard_requests_total", f'{JOB}, action!="none"')
 RESULTS = "guard_detector_results_total"
 SEEN = f'{JOB}, status!="not_applicable"'
 NO_SCORE = f'{JOB}, status=~"unavailable|late|dropped"'
@@ -18,8 +19,8 @@ GLANCE = Row(
         Panel("Requests", "Requests that ended, a second.", (Query(REQUESTS),), "reqps", "number", 4),
         Panel(
             "Blocked",
-            "Share of requests that a rule blocked.",
-            (Query(share(rate("guard_requests_total", f'{JOB}, action="block"'), REQUESTS)),),
+            "Share of judged requests that a rule blocked.",
+            (Query(share(rate("guard_requests_total", f'{JOB}, action="block"'), JUDGED)),),
             "percentunit",
             "number",
             4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from guard.dashboards.panel import Page, Panel, Query, Row, rate, share
 
 SELECTED = 'job=~"$job", policy="$policy"'
-REQUESTS = rate("guard_requests_total", SELECTED)
+JUDGED = rate("guard_requests_total", f'{SELECTED}, action!="none"')
 
 DECISIONS = Row(
     "Decisions",
@@ -19,9 +19,9 @@ DECISIONS = Row(
             (Query(rate("guard_requests_total", SELECTED, by="outcome"), "{{outcome}}"),), "reqps", "stacked",
         ),
         Panel(
-            "Blocked", "Share of its requests, beside the same a day before.",
+            "Blocked", "Share of what it judged, beside the same a day before.",
             (
-                Query(share(rate("guard_requests_total", f'{SELECTED}, action="block"'), REQUESTS), "now"),
+                Query(share(rate("guard_requests_total", f'{SELECTED}, action="block"'), JUDGED), "now"),
                 Query('max(guard:block_share:rate15m{job=~"$job", policy="$policy"} offset 1d)', "a day before"),
             ),
             "percentunit", empty="no requests came; the day before needs a day of recorded values",
