@@ -6,11 +6,9 @@ Owns the bounds on a request's head, and what is refused before there is a reque
 
 from __future__ import annotations
 
-from http import HTTPStatus
-
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from guard.proxy.errors import InvalidRequestError
+from guard.proxy.errors import HeadTooLargeError, InvalidRequestError
 
 MAX_HEAD_BYTES = 64 * 1024
 """Most of a request line and its headers together."""
@@ -20,11 +18,6 @@ MAX_HEADERS = 128
 LINGER_S = 1.0
 """How long what a refused client still sends is thrown away. Closed sooner, the kernel would answer it with a reset,
 and the client might never see why."""
-
-
-class HeadTooLargeError(InvalidRequestError):
-    status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-    code = "headers_too_large"
 
 
 TOO_LARGE = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
