@@ -18,6 +18,8 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from guard.proxy_protocol import BoundedProtocol
+
 
 @dataclass(frozen=True)
 class Tls:
@@ -82,7 +84,7 @@ async def serving(
     # Nothing here asks for a client's address, so nobody has to believe what a header says of it.
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         log_level="warning",
         access_log=False,

@@ -51,6 +51,9 @@ and `retry-after-ms`. No others pass, in either direction.
 `policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), and `limits` (`local`,
 `shared`, or `degraded` while Redis does not answer).
 
+A request line and its headers may have 64 KiB together and 128 headers, else 431 and the connection is closed, before
+any key is asked for; two `Host` headers are a 400. Trailers are dropped.
+
 ## Streamed answers
 When an answer's tokens leave is the policy's `streaming` ([reference](policy-reference.md#the-file)):
 
@@ -63,10 +66,28 @@ When an answer's tokens leave is the policy's `streaming` ([reference](policy-re
 A block before the first byte is a status, 400. Later the stream ends with `finish_reason: content_filter` for every
 choice, the usage if it was asked for, and `[DONE]`; in `/v1/responses` with `response.incomplete` and the reason
 `content_filter`; in `/v1/messages` with `stop_reason: refusal`. Its usage counts what was released: chunks, or tokens
-where logprobs show them. A token that was withheld is nowhere in the answer, and neither are its logprobs, its part of
-a tool call or its part of the usage. A missing score under `on_error: block` ends a stream with an error instead. Each
-choice is judged, and in it each field that may hold text of the model: words, reasoning, refusals, names and arguments
-of tool calls, code, queries, transcripts, stop words. The worst decides for all.
+where logprobs show them; `prompt_tokens` is 0 where neither the plugin nor the model server has said it by then. A
+token that was withheld is nowhere in the answer, and neither are its logprobs, its part of a tool call or its part of
+the usage. A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
+each field that may hold text of the model: words, reasoning, refusals, names and arguments of tool calls, code,
+queries, transcripts, stop words. The worst decides for all.
+
+An answer that was redacted keeps the model server's usage, which is what was generated: it is what gets billed, and it
+tells how long the text was that was taken out, but nothing that it said.
+
+## Limits of tokens
+Limits, and the ledger's `charged`, count what the model server used, not what the client got: a blocked answer, and
+each one that was generated again, as a whole. What the model server did not tell is bounded so that not telling is no
+way around a limit:
+
+| not told | charged |
+| --- | --- |
+| tokens of a stream, cut, left, or without a usage | the frames that came |
+| tokens of a whole answer that the client left | what it asked for at most, but 4,096 for each choice if that is less |
+| tokens of a whole answer without a usage | the same, but no more than its bytes |
+| tokens of a prompt | of its texts half for each ASCII letter or space, 1 for every other byte; 8 for each message |
+
+Pictures and files count nothing there. A stream whose usage is asked for (`include_usage`) counts exactly.
 
 ## Admin API
 On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a key opens nothing else. Of this process.

@@ -40,12 +40,11 @@ class Admission:
         self._shared = _shared(settings)
         self._releasing: set[asyncio.Task[None]] = set()
 
-    @property
-    def limits_status(self) -> str:
+    async def limits_status(self) -> str:
         """Where limits are counted: ``local``, or ``shared``, or ``degraded`` while Redis does not answer."""
         if self._shared is None:
             return "local"
-        return "shared" if self._shared.reachable else "degraded"
+        return "shared" if await self._shared.answers() else "degraded"
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

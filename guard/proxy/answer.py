@@ -138,6 +138,11 @@ class PlainAnswer:
     def failed(self) -> bool:
         return self.status != 200
 
+    @property
+    def read(self) -> bool:
+        """Whether it came to its end."""
+        return self._body is not None
+
     async def find(self, *, patient: bool = True) -> Finding:
         if self._body is None:
             body = await self._bytes.rest()

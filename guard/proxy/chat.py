@@ -29,8 +29,10 @@ from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
 from guard.proxy.second_pass import PassReader
 from guard.proxy.services import Services
+from guard.proxy.usage import count_whole, left_at_prompt
 from guard.proxy.verdict import ShadowRefusedError, TextScores, decide, judge, read_texts, spec_refusal
 from guard.proxy.wire import Form
+from guard.telemetry.record import RequestRecord
 
 PASSES = ("allow", "flag")
 UNREAD = Finding(None, "nothing was measured")
@@ -139,10 +141,24 @@ async def _judged(asking: _Asking) -> None:
                 if wanted is None:
                     return
                 decision = wanted
+            else:
+                await _left(asking.exchange.record, opening)
+    else:
+        left_at_prompt(record)
     # Left, the first request is closed, and vLLM stops answering it.
     if decision.action == "block":
         return await block(asking.exchange, request, decision)
     await _ask_again(asking, decision, unread)
+
+
+async def _left(record: RequestRecord, opening: Task[Answer]) -> None:
+    """The first request is left for what its prompt has in it; an answer that came whole meanwhile was generated."""
+    answer = opening.result() if opening.done() and opening.exception() is None else None
+    if isinstance(answer, PlainAnswer) and answer.read:
+        whole = await answer.whole()
+        count_whole(record, whole.body) if whole.status == 200 else left_at_prompt(record)
+    else:
+        left_at_prompt(record)
 
 
 def _waits(asking: _Asking) -> bool:

@@ -3,6 +3,7 @@
     ApiError
     ├── InvalidRequestError       400  the body is not a chat request
     │   ├── TooLargeError         413  the body is larger than the limit
+    │   ├── HeadTooLargeError     431  the request line and headers are larger than the limit, or too many
     │   ├── MediaTypeError        415  the body is not declared to be JSON
     │   └── SlowBodyError         408  the body did not come in time
     ├── InvalidKeyError           401  no API key, or an unknown one
@@ -75,6 +76,11 @@ class InvalidRequestError(ApiError):
 class TooLargeError(InvalidRequestError):
     status = 413
     code = "request_too_large"
+
+
+class HeadTooLargeError(InvalidRequestError):
+    status = 431
+    code = "headers_too_large"
 
 
 class MediaTypeError(InvalidRequestError):

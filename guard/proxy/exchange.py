@@ -14,10 +14,12 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from guard.policy import Judges
+from guard.proxy.body import GuardedRequest
 from guard.proxy.capturing import Capturing
 from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeError
 from guard.proxy.judging import Unit
 from guard.proxy.keys import Caller
+from guard.proxy.wire import Texts
 from guard.telemetry.record import RequestRecord
 from guard.telemetry.tracing import Trace
 
@@ -33,7 +35,8 @@ class ClientGoneError(Exception):
 class Exchange:
     """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s. ``caller``: who asks,
     once that is known. ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are chosen.
-    ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces."""
+    ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces.
+    ``sent``: what a model server was asked last, ``sent_times`` at once; None: nothing yet."""
 
     scope: Scope
     receive: Receive
@@ -46,6 +49,8 @@ class Exchange:
     judges: Judges | None = None
     capturing: Capturing | None = None
     trace: Trace | None = None
+    sent: GuardedRequest[Texts] | None = None
+    sent_times: int = 1
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False

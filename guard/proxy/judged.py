@@ -18,7 +18,8 @@ from guard.proxy.errors import BlockedError, GuardUnavailableError, UpstreamErro
 from guard.proxy.exchange import Exchange
 from guard.proxy.judging import AnswerJudge
 from guard.proxy.refusal import ending, refuse
-from guard.proxy.relay import ERROR_FRAMES, broke_off, count_tokens, relay_whole
+from guard.proxy.relay import ERROR_FRAMES, broke_off, relay_whole
+from guard.proxy.usage import count_event, count_whole
 from guard.proxy.wire import Form, Frame, compact, frames_of
 from guard.proxy.wire_choices import hide_token_ids
 from guard.proxy.withholding import Withheld
@@ -50,6 +51,7 @@ async def _whole(
     if whole.status != 200:
         await relay_whole(exchange, whole)
         return None
+    count_whole(exchange.record, whole.body)
     frame = _one_frame(request, whole)
     judge.add(frame)
     ruling = await judge.check(whole.readouts(), complete=True)
@@ -59,7 +61,6 @@ async def _whole(
     if ruling.decision.action in ("retry", "route"):
         return ruling.decision
     if ruling.decision.action == "block":
-        count_tokens(exchange.record, whole.body)
         await block(exchange, request, ruling.decision)
         return None
     judge.redact(frame)
@@ -94,10 +95,10 @@ class _Stream:
     async def run(self) -> Decision | None:
         live = self.judge.judges.live
         contract = live.streaming if live.holds_answers else "observe"
-        end, usage = b"", b""
+        end = b""
         async for batch in self.answer.batches():
             for raw in batch:
-                end, usage = raw, raw if b'"usage":{' in raw else usage
+                end = raw
                 await self._take(raw)
             if contract == "observe":
                 await self._release(self.withheld.due(self.judge.tokens, 0))
@@ -110,6 +111,7 @@ class _Stream:
                 await self._release(self.withheld.due(self.judge.tokens, live.window_tokens))
         if not self.request.form.ends(end):
             raise broke_off()
+        self.exchange.record.complete = True
         if not self.failed:
             ruling = await self.judge.check(self.answer.readouts(), complete=True)
             self.exchange.record.answer = self.judge.answered(self.attempts)
@@ -120,7 +122,6 @@ class _Stream:
                 await self._block(ruling.decision)
                 return None
         await self._release(self.withheld.rest())
-        count_tokens(self.exchange.record, usage)
         self.exchange.record.outcome = "upstream_error" if self.failed else "completed"
         await self.exchange.end()
         return None
@@ -131,6 +132,8 @@ class _Stream:
             if self.exchange.started:
                 await self.exchange.stream(raw)
             return
+        record = self.exchange.record
+        record.frames += 1
         if raw.startswith(ERROR_FRAMES):
             # What is withheld was not judged to its end, and never will be.
             self.failed = True
@@ -140,6 +143,7 @@ class _Stream:
             frame.changed |= hide_token_ids(self.request.fields, frame.data)
             self.judge.add(frame)
             self.withheld.add(frame)
+            count_event(record, frame.data)
 
     async def _release(self, frames: list[Frame]) -> None:
         if not frames:
@@ -159,7 +163,8 @@ class _Stream:
         exchange, record = self.exchange, self.exchange.record
         exchange.withhold(self.judge.texts)
         record.answer = self.judge.answered(self.attempts)
-        record.completion_tokens = self.released_tokens
+        if not record.complete or record.completion_tokens is None:
+            record.completion_tokens = max(record.completion_tokens or 0, self.judge.tokens.total())
         if not exchange.started:
             await block(exchange, self.request, decision)
             return

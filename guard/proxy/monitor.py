@@ -35,7 +35,7 @@ def monitor_routes(services: Services) -> list[Route]:
             "policies_version": policies.current.hash[:12],
             "policies_reload": "ok" if policies.error is None else "failed",
             "keys_reload": "ok" if services.access.keys.error is None else "failed",
-            "limits": services.admission.limits_status,
+            "limits": await services.admission.limits_status(),
         }
         return JSONResponse(now, 200 if now["status"] == "ok" else 503)
 

@@ -17,9 +17,10 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from guard.proxy.access import client_request_id
-from guard.proxy.errors import ApiError, InternalError, StoppedError, UpstreamError
+from guard.proxy.errors import ApiError, InternalError, StoppedError, UpstreamError, UpstreamSilentError
 from guard.proxy.exchange import ClientGoneError, Exchange
 from guard.proxy.services import GUARDED, Services
+from guard.proxy.usage import expect_nothing, settle
 from guard.telemetry.record import RequestRecord
 
 log = logging.getLogger("guard.proxy")
@@ -72,7 +73,15 @@ class Recorded:
         record.key, record.tenant = caller.key_id, caller.tenant
         try:
             async with services.admission.room(caller, lambda: record.tokens):
-                await self._handler(services, exchange)
+                try:
+                    await self._handler(services, exchange)
+                except UpstreamError as error:
+                    # A model server that takes too long has worked all the while.
+                    if not record.frames and not isinstance(error, UpstreamSilentError):
+                        expect_nothing(record)
+                    raise
+                finally:
+                    settle(record, exchange.sent, exchange.sent_times)
         finally:
             services.access.keys.count(caller, record.tokens)
 

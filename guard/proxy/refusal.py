@@ -41,7 +41,7 @@ def ending(
 async def refuse(exchange: Exchange, request: GuardedRequest[Form], text: str) -> None:
     """Send ``text`` as the whole answer of a request of whose own answer nothing was sent."""
     record, facts = exchange.record, ending(exchange, request)
-    record.outcome, record.completion_tokens = "blocked", 0
+    record.outcome = "blocked"
     if not request.streamed:
         return await exchange.respond(200, JSON, compact(request.form.refusal(facts, text)))
     await exchange.start(200, EVENT_STREAM)

@@ -144,6 +144,7 @@ async def _rerank(
     record, fields = exchange.record, request.fields
     sent_s = time.perf_counter()
     documents = [one["text"] if isinstance(one, dict) else one for one in fields["documents"]]
+    exchange.sent, exchange.sent_times = request, len(ID_SUFFIXES)
     try:
         wholes = await _ask(services, exchange, request.model, config, (fields["query"], NO_QUERY), documents)
     finally:
@@ -155,6 +156,7 @@ async def _rerank(
             return await relay_whole(exchange, whole)
     tokens = [_usage(whole) for whole in wholes]
     record.prompt_tokens, record.completion_tokens = (sum(column) for column in zip(*tokens, strict=True))
+    record.complete = True
     try:
         asked, blank = (token_attention(_prompt_readouts(whole), len(documents)) for whole in wholes)
         ranked = rank(document_scores(asked, blank), len(config.heads))

@@ -22,6 +22,7 @@ from guard.proxy.exchange import Exchange
 from guard.proxy.key_store import KeyStore
 from guard.proxy.providers import UNREAD, Providers
 from guard.proxy.upstream import Upstream
+from guard.proxy.usage import expect
 from guard.proxy.wire import Texts
 from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
@@ -105,10 +106,13 @@ class Services:
         """Send a request to whoever serves its model; as ``Upstream.ask``. ``spec``: what vLLM is asked to read."""
         if exchange.record.sent_s is None:
             exchange.record.sent_s = time.perf_counter()
-        if self.providers.has(request.model):
-            return self.providers.ask(route, request.fields)
-        if not self.settings.upstream:
+        elsewhere = self.providers.has(request.model)
+        if not elsewhere and not self.settings.upstream:
             raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
+        exchange.sent = request
+        expect(exchange.record, request)
+        if elsewhere:
+            return self.providers.ask(route, request.fields)
         return self.upstream.ask(
             route,
             request.to_json(spec),

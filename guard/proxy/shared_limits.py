@@ -18,10 +18,15 @@ from guard.proxy.limits import CONCURRENT_RETRY_S, Exceeded, Scope, What
 
 log = logging.getLogger("guard.limits")
 
-LEASE_S = 60.0
+LEASE_S = 15.0
+"""How long the place of a process that died stays taken; of one that lives it is renewed three times as often."""
+
 REDIS_TIMEOUT_S = 0.25
 AFTER_ERROR_S = 1.0
 """How long Redis is left alone after it failed, so that not every request waits for it."""
+
+ASK_EVERY_S = 1.0
+"""How often Redis is asked at most whether it answers, whoever wants to know."""
 
 WHAT: tuple[What, ...] = ("concurrent", "tokens", "requests")
 FAILURES = (RedisError, OSError, TimeoutError)
@@ -102,11 +107,29 @@ class SharedLimits:
         self._lease_s = lease_s
         self._held: dict[str, tuple[Scope, ...]] = {}
         self._quiet_until_s = float("-inf")
+        self._asking = asyncio.Lock()
+        self._asked_s = float("-inf")
+        self._answered = False
 
     @property
     def reachable(self) -> bool:
         """False for a while after Redis failed."""
         return time.monotonic() >= self._quiet_until_s
+
+    async def answers(self) -> bool:
+        """Whether Redis answers, asked now or less than ``ASK_EVERY_S`` ago."""
+        async with self._asking:
+            if time.monotonic() - self._asked_s >= ASK_EVERY_S:
+                try:
+                    async with asyncio.timeout(REDIS_TIMEOUT_S):
+                        await self._redis.ping()
+                except FAILURES as error:
+                    self._failed(error)
+                    self._answered = False
+                else:
+                    self._quiet_until_s, self._answered = float("-inf"), True
+                self._asked_s = time.monotonic()
+        return self._answered and self.reachable
 
     async def admit(self, lease: str, scopes: Sequence[Scope]) -> Exceeded | None:
         """Raises one of ``FAILURES``; the caller then counts for itself."""

@@ -87,8 +87,10 @@ class Moment:
 
 @dataclass
 class RequestRecord:
-    """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. ``frames``: of
-    a streamed answer, that went to the client. ``held_s``: longest time that rules kept a part of a stream back.
+    """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. Tokens are
+    those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
+    its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
+    ``frames``: of a streamed answer, that came. ``held_s``: longest time that rules kept a part of a stream back.
     ``limit``: whose, and which, refused it. ``course``: how a stream's scores went; not in the ledger. When:
     ``began_s`` its body was read, ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the
     prompt."""
@@ -119,6 +121,10 @@ class RequestRecord:
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    complete: bool = False
+    earlier_tokens: int = 0
+    most_prompt_tokens: int = 0
+    most_completion_tokens: int = 0
     frames: int = 0
     began_s: float | None = None
     sent_s: float | None = None
@@ -132,10 +138,13 @@ class RequestRecord:
 
     @property
     def tokens(self) -> int:
-        """Of prompt and answer, as limits count them: a stream that told no usage, or was left before it did, has
-        about one for each frame."""
-        completion = self.frames if self.completion_tokens is None else self.completion_tokens
-        return (self.prompt_tokens or 0) + completion
+        """Of prompt and answer, as limits count them, with those of answers that a policy had generated again. What
+        nobody told is bounded: a stream has about one for each frame that came, a whole answer what it might have."""
+        prompt = self.most_prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
+        completion = self.completion_tokens or 0
+        if not self.complete or self.completion_tokens is None:
+            completion = max(completion, self.frames, self.most_completion_tokens)
+        return self.earlier_tokens + prompt + completion
 
     @property
     def action(self) -> str:
@@ -190,7 +199,7 @@ class RequestRecord:
             "error_code": self.error_code,
             "status": self.status,
             "captured": None,
-            "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
+            "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens, "charged": self.tokens},
             "timings_ms": {
                 "total": _ms(self.total_s),
                 "own": _ms(self.own_s),
@@ -243,7 +252,9 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "status": "HTTP status that was sent; null when none was.",
     "captured": "Of the text that the policy had kept, outside the ledger: expires, the last day on which it is, and "
     "the SHA-256 of its line; null where none was.",
-    "tokens": "Tokens of prompt and answer as far as known.",
+    "tokens": "Tokens of prompt and completion that the model server told or that were seen, whatever the client got, "
+    "null where unknown; charged, what limits count: with those of answers that a policy had generated again, and a "
+    "bound for what stayed unknown.",
     "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the "
     "decision; upstream_first_byte; upstream: until its answer ended.",
 }

@@ -137,7 +137,8 @@ async def test_the_proxy_answers_in_the_shapes_of_jina_and_of_cohere(server: Ser
         assert cohere["meta"]["tokens"]["input_tokens"] == answer["usage"]["prompt_tokens"]
         entry = proxy.entries()[0]
         assert (entry["route"], entry["outcome"], entry["status"]) == ("/v1/rerank", "completed", 200)
-        assert entry["tokens"] == {"prompt": answer["usage"]["prompt_tokens"], "completion": 2}
+        prompt_tokens = answer["usage"]["prompt_tokens"]
+        assert entry["tokens"] == {"prompt": prompt_tokens, "completion": 2, "charged": prompt_tokens + 2}
         assert "wren" not in proxy.ledger.read_text()
 
 

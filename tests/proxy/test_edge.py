@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -275,6 +276,71 @@ async def test_two_framings_of_one_body_are_refused(proxy: Proxy, framing: str) 
     writer.close()
     assert not proxy.engine.bodies
     assert "smuggled" not in proxy.ledger.read_text()
+
+
+async def raw(proxy: Proxy, *parts: bytes) -> bytes:
+    """What comes back until the proxy closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    answer = asyncio.create_task(reader.read())
+    with contextlib.suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+    found = await asyncio.wait_for(answer, 10)
+    writer.close()
+    return found
+
+
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"
+MANY = b"a" * 65_536
+LARGE_HEADS = {
+    "one header without end": [HEAD, b"x-a: ", *[MANY] * 40],
+    "one header": [HEAD + b"x-a: " + MANY + b"\r\n\r\n"],
+    "a name without end": [HEAD, *[MANY] * 40],
+    "headers of a few kilobytes": [HEAD, *[b"x-a: " + MANY[:4000] + b"\r\n"] * 40],
+    "very many headers": [HEAD + b"a: b\r\n" * 5000 + b"\r\n"],
+    "a target without end": [b"GET /", *[MANY] * 40],
+    "a target": [b"GET /" + MANY + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"],
+    "a trailer without end": [CHUNKED, b"0\r\nx-a: ", *[MANY] * 40],
+    "very many trailers": [CHUNKED, b"0\r\n" + b"a: b\r\n" * 5000 + b"\r\n"],
+    "a chunk's extension without end": [CHUNKED, b"1;", *[MANY] * 40],
+    "the second request of a connection": [
+        b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        HEAD,
+        b"x-a: ",
+        *[MANY] * 40,
+    ],
+}
+
+
+@pytest.mark.parametrize("head", LARGE_HEADS)
+async def test_a_head_is_bounded_before_anybody_is_asked_for_a_key(proxy: Proxy, head: str) -> None:
+    answer = await raw(proxy, *LARGE_HEADS[head])
+    last = answer[answer.rfind(b"HTTP/1.1 ") :]
+    assert last.startswith(b"HTTP/1.1 431 ")
+    assert b"\r\nconnection: close\r\n" in last
+    assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    assert not proxy.engine.bodies
+
+
+async def test_a_head_and_a_body_as_large_as_they_may_be_pass(proxy: Proxy) -> None:
+    headers = {f"x-{i}": "a" * 500 for i in range(100)}
+    body = json.dumps({**BODY, "x": "a" * 1_000_000}).encode()
+    assert (await proxy.post(body, headers))[0] == 200
+
+
+async def test_two_hosts_are_no_host(proxy: Proxy) -> None:
+    answer = await raw(proxy, b"GET /livez HTTP/1.1\r\nhost: localhost\r\nHost: attacker.example\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert "Host" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+async def test_a_trailer_is_no_header(proxy: Proxy) -> None:
+    data = json.dumps(BODY).encode()
+    chunks = b"%x\r\n%s\r\n0\r\nx-request-id: late\r\n\r\n" % (len(data), data)
+    answer = await raw(proxy, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + chunks)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert (await proxy.entry())["client_request_id"] is None
 
 
 async def test_requests_in_a_row_on_one_connection_are_each_judged(proxy: Proxy) -> None:

@@ -139,7 +139,7 @@ async def test_an_allowed_answer_is_the_engines_and_every_field_goes_there(
             entry = (await proxy.entries(1))[-1]
             assert (entry["route"], entry["streamed"], entry["outcome"]) == (route, stream, "completed")
             if not stream or route in (RESPONSES, MESSAGES):
-                assert entry["tokens"] == {"prompt": 7, "completion": 5}
+                assert entry["tokens"] == {"prompt": 7, "completion": 5, "charged": 12}
             proxy.ledger.write_text("")
 
 
@@ -397,7 +397,7 @@ async def test_embeddings_are_judged_by_their_text_and_unread_detectors_are_miss
         assert (await proxy.post({**EMBED, "input": []}, path="/v1/embeddings"))[0] == 400
         first = (await proxy.entries(3))[0]
         assert first["detectors"]["danger"] == "unavailable: the model is not read while it embeds"
-        assert first["tokens"] == {"prompt": 4, "completion": 0}
+        assert first["tokens"] == {"prompt": 4, "completion": 0, "charged": 4}
     strict = POLICY.replace("on_error: flag", "on_error: block")
     async with running(engine), start_proxy(engine, strict) as proxy:
         assert (await proxy.post(EMBED, path="/v1/embeddings"))[0] == 503

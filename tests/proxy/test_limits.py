@@ -307,6 +307,31 @@ async def test_without_redis_each_replica_counts_for_itself_and_says_so_and_retu
             assert json.loads((await both[0].get("/readyz"))[2])["limits"] == "shared"
 
 
+async def test_what_readyz_says_of_limits_is_asked_before_any_traffic_and_in_every_process(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    key = limited(file, requests_per_s=100)
+    port, engine = free_port(), FakeEngine()
+
+    async def said(proxy: Proxy) -> str:
+        return str(json.loads((await proxy.get("/readyz"))[2])["limits"])
+
+    async def becomes(proxy: Proxy, status: str) -> None:
+        async with asyncio.timeout(20):
+            while await said(proxy) != status:
+                await asyncio.sleep(0.1)
+
+    async with running(engine), replicas(start_proxy, engine, file, port) as both:
+        assert [await said(proxy) for proxy in both] == ["degraded"] * 2
+        async with redis_server(tmp_path, port):
+            for proxy in both:
+                await becomes(proxy, "shared")
+            assert (await both[0].post(headers=bearer(key)))[0] == 200
+        for proxy in both:
+            await becomes(proxy, "degraded")
+
+
 @pytest.mark.usefixtures("_patient")
 async def test_the_place_of_a_replica_that_died_is_free_again_when_its_lease_runs_out(tmp_path: Path) -> None:
     port = free_port()

@@ -161,7 +161,7 @@ async def test_a_refusal_is_an_answer_with_the_policys_words_for_every_choice(st
         assert engine.aborted == 1
         entry = await p.entry()
         assert (entry["outcome"], entry["status"], entry["tokens"]) == (
-            "blocked", 200, {"prompt": 7, "completion": 0},
+            "blocked", 200, {"prompt": 7, "completion": 0, "charged": 7},
         )  # fmt: skip
 
 

@@ -1,0 +1,135 @@
+"""How many tokens a request used: what the model server tells of it, and what is charged where it does not tell.
+
+Owns reading a usage from answers of every API, and the bounds that stand in for one that never came. A bound is never
+below what a client could have used, so that leaving early, or not asking for a usage, is no way around a limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from guard.proxy.body import GuardedRequest
+from guard.proxy.wire import Form, Texts
+from guard.proxy.wire_choices import MAX_CHOICES
+from guard.telemetry.record import RequestRecord
+
+MAX_CHARGED_ANSWER = 4096
+"""Tokens charged at most for one choice of an answer that nobody saw the end of. Without a bound, a client that asked
+for a million tokens and left after one would be in debt for days."""
+
+GENERATION_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""What the APIs call the most tokens of an answer."""
+
+HALF_TOKENS = bytes(range(ord("a"), ord("z") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b" "
+"""Bytes of which vocabularies put two or more into a token even where they make no words."""
+
+PER_MESSAGE = 8
+"""Tokens that a template puts around a message, about."""
+
+
+def usage_in(value: Any) -> tuple[int | None, int | None]:
+    """Tokens of prompt and answer that a whole answer's JSON, or an event's, tells; None for what it does not tell."""
+    if not isinstance(value, dict):
+        return None, None
+    places = (value, value.get("response"), value.get("message"))
+    for place in places:
+        usage = place.get("usage") if isinstance(place, dict) else None
+        if isinstance(usage, dict):
+            prompt, completion = (
+                next((usage[name] for name in names if _is_count(usage.get(name))), None)
+                for names in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
+            )
+            # An embedding has no answer, and its usage names none.
+            return prompt, 0 if completion is None and "prompt_tokens" in usage else completion
+    return None, None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def count_whole(record: RequestRecord, body: bytes) -> None:
+    """A whole answer that was no error: what it tells of its usage. Without any, its length bounds it."""
+    try:
+        prompt, completion = usage_in(json.loads(body))
+    except (ValueError, RecursionError):
+        prompt = completion = None
+    record.prompt_tokens = record.prompt_tokens if prompt is None else prompt
+    record.completion_tokens, record.complete = completion, True
+    record.most_completion_tokens = min(record.most_completion_tokens, len(body))
+
+
+def count_event(record: RequestRecord, value: Any) -> None:
+    """One event of a stream: some tell their usage at the end, some all along."""
+    prompt, completion = usage_in(value)
+    record.prompt_tokens = record.prompt_tokens if prompt is None else prompt
+    if completion is not None:
+        record.completion_tokens = max(completion, record.completion_tokens or 0)
+
+
+def count_frame(record: RequestRecord, raw: bytes) -> None:
+    """The same of a frame as it came. One without the word is not parsed: in a text, the quotes would be escaped."""
+    if b'"usage"' not in raw:
+        return
+    data = b"\n".join(line[len(b"data:") :] for line in raw.split(b"\n") if line.startswith(b"data:"))
+    try:
+        count_event(record, json.loads(data))
+    except (ValueError, RecursionError):
+        return
+
+
+def expect(record: RequestRecord, request: GuardedRequest[Texts]) -> None:
+    """A request is sent to a model server: until its answer tells more, this is what it may use. What whole answers
+    before it used, which a policy did not want, stays charged."""
+    if record.complete:
+        record.earlier_tokens = record.tokens
+    record.completion_tokens, record.frames, record.complete = None, 0, False
+    # Of a stream what came is known, frame by frame; an embedding generates nothing.
+    bounded = isinstance(request.form, Form) and not request.streamed
+    record.most_completion_tokens = most_completion_tokens(request.fields) if bounded else 0
+
+
+def expect_nothing(record: RequestRecord) -> None:
+    """It was refused, or did not reach a model server: nothing was used."""
+    record.prompt_tokens, record.completion_tokens, record.most_completion_tokens = 0, 0, 0
+
+
+def left_at_prompt(record: RequestRecord) -> None:
+    """It was closed as soon as its prompt was read."""
+    record.completion_tokens, record.most_completion_tokens = 0, 0
+
+
+def settle(record: RequestRecord, request: GuardedRequest[Texts] | None, times: int = 1) -> None:
+    """At a request's end: a prompt that nobody counted is charged by its texts. ``request``: what was sent, ``times``
+    times; None when nothing was."""
+    if request is not None and record.prompt_tokens is None:
+        record.most_prompt_tokens = times * most_prompt_tokens(request)
+
+
+def most_completion_tokens(fields: dict[str, Any]) -> int:
+    """Of all choices of an answer together."""
+    given = [fields[name] for name in GENERATION_LIMITS if _is_count(fields.get(name))]
+    choices = max((fields[name] for name in ("n", "best_of") if _is_count(fields.get(name))), default=1)
+    prompts = fields.get("prompt")
+    several = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
+    most: int = min([MAX_CHARGED_ANSWER, *given])
+    return most * min(max(1, choices), MAX_CHOICES) * (len(prompts) if isinstance(prompts, list) and several else 1)
+
+
+def most_prompt_tokens(request: GuardedRequest[Texts]) -> int:
+    """Of the texts, and of prompts that are given as tokens. Pictures and files are not counted."""
+    texts = [text.encode("utf-8", "backslashreplace") for _, _, text in request.texts]
+    whole = sum(len(text.translate(None, HALF_TOKENS)) for text in texts)
+    half = sum(len(text) for text in texts) - whole
+    tokens = sum(1 for name in ("prompt", "input") for _ in _integers(request.fields.get(name)))
+    return whole + -(-half // 2) + tokens + PER_MESSAGE * len(request.roles)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _integers(one)
+    elif isinstance(value, int):
+        yield value

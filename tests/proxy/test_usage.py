@@ -1,0 +1,159 @@
+"""Tokens are charged as the model server used them: no shape of an answer and no way to leave it is free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from guard.proxy.keys import Limits, NewKey, create_key
+from tests.proxy.conftest import BODY, POLICY, Proxy, StartProxy, eventually
+from tests.proxy.detectors import register
+from tests.proxy.engine import FakeEngine, running
+
+TEXT_RULE = """\
+version: 1
+name: test
+streaming: STREAMING
+detectors: {d: {kind: words}}
+rules:
+  - {name: out, stage: output, when: {detector: d, at_least: 1}, action: block, on_error: allow}
+"""
+MESSAGE = {"role": "assistant", "content": 'He wrote "usage": {"data: [DONE]\n\ndata: {}'}
+USAGE = {"prompt_tokens": 5, "completion_tokens": 40, "total_tokens": 45}
+WHOLE = {"id": "x", "choices": [{"index": 0, "message": MESSAGE, "finish_reason": "stop"}], "usage": USAGE}
+
+
+@pytest.fixture(autouse=True)
+def _detectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+def stream_with_usage(engine: FakeEngine, *, spaced: bool) -> list[bytes]:
+    end = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [], "usage": USAGE}
+    separators = (", ", ": ") if spaced else (",", ":")
+    words = [engine.frame(word) for word in ("It", " is", " secret")]
+    return [*words, b"data: " + json.dumps(end, separators=separators).encode() + b"\n\n", b"data: [DONE]\n\n"]
+
+
+@contextlib.asynccontextmanager
+async def hung_up(proxy: Proxy, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+    """A client that leaves when the block ends."""
+    async with aiohttp.ClientSession() as session:
+        asked = asyncio.create_task(
+            session.post(f"{proxy.url}/v1/chat/completions", json=body, headers=headers).__aenter__()
+        )
+        yield asked
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("plugin", [True, False])
+async def test_a_whole_answer_counts_whatever_its_text_says_and_however_it_is_spaced(
+    start_proxy: StartProxy, plugin: bool, indent: int | None
+) -> None:
+    engine = FakeEngine(body=json.dumps(WHOLE, indent=indent).encode())
+    async with running(engine), start_proxy(engine, upstream_plugin=plugin) as proxy:
+        assert (await proxy.post())[0] == 200
+        assert (await proxy.entry())["tokens"] == {"prompt": 5, "completion": 40, "charged": 45}
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+@pytest.mark.parametrize("streaming", ["hold", "window", "observe"])
+async def test_a_blocked_stream_costs_what_was_generated_and_tells_the_client_what_it_got(
+    start_proxy: StartProxy, streaming: str, spaced: bool
+) -> None:
+    engine = FakeEngine()
+    engine.frames = stream_with_usage(engine, spaced=spaced)
+    policy = TEXT_RULE.replace("STREAMING", streaming)
+    async with running(engine), start_proxy(engine, policy, upstream_plugin=False) as proxy:
+        body = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+        status, _, raw = await proxy.post(body)
+        entry = await proxy.entry()
+    assert (entry["outcome"], entry["tokens"]) == ("blocked", {"prompt": 5, "completion": 40, "charged": 45})
+    if status == 200:
+        told = [json.loads(frame[6:]) for frame in raw.split(b"\n\n") if b'"usage":{' in frame][-1]["usage"]
+        assert told["prompt_tokens"] == 5
+        assert told["completion_tokens"] <= 3
+
+
+async def test_a_stream_that_is_cut_and_told_no_usage_costs_the_frames_that_came(start_proxy: StartProxy) -> None:
+    policy = TEXT_RULE.replace("STREAMING", "window").replace("stage: output", "stage: stream")
+    engine = FakeEngine(scripts=[("A", " b", " secret", " c")])
+    async with running(engine), start_proxy(engine, policy) as proxy:
+        await proxy.post({**BODY, "stream": True})
+        entry = await proxy.entry()
+    assert entry["outcome"] == "blocked"
+    assert entry["tokens"]["completion"] >= 3
+    assert entry["tokens"]["charged"] >= entry["tokens"]["completion"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "charged"), [({"max_tokens": 30}, 30), ({"max_completion_tokens": 9, "n": 3}, 27), ({}, 4096)]
+)
+@pytest.mark.parametrize("plugin", [True, False])
+async def test_a_client_that_leaves_a_whole_answer_pays_for_what_it_asked(
+    start_proxy: StartProxy, tmp_path: Path, plugin: bool, limit: dict[str, int], charged: int
+) -> None:
+    file = tmp_path / "keys.yaml"
+    key = create_key(file, NewKey(limits=Limits(tokens_per_min=20)))[0]
+    headers = {"authorization": f"Bearer {key}"}
+    engine = FakeEngine(answer_delay_s=None)
+    async with running(engine), start_proxy(engine, keys=file, upstream_plugin=plugin) as proxy:
+        async with hung_up(proxy, {**BODY, **limit}, headers):
+            await eventually(lambda: engine.open == 1)
+            # The plugin's readouts of the prompt come first.
+            await asyncio.sleep(0.3)
+        await eventually(lambda: engine.open == 0)
+        entry = await proxy.entry()
+        assert entry["outcome"] == "client_gone"
+        # 7 by the plugin; else of "private words" every other letter, and what a template adds.
+        prompt = 7 if plugin else 15
+        assert entry["tokens"]["charged"] == charged + prompt
+        assert (await proxy.post(headers=headers))[0] == 429
+
+
+async def test_a_judged_stream_costs_what_came_though_the_client_leaves(start_proxy: StartProxy) -> None:
+    policy = TEXT_RULE.replace("STREAMING", "hold")
+    async with running(FakeEngine(answer_delay_s=None)) as engine, start_proxy(engine, policy) as proxy:
+        async with hung_up(proxy, {**BODY, "stream": True}):
+            await eventually(lambda: engine.open == 1)
+            await asyncio.sleep(0.3)
+        entry = await proxy.entry()
+    assert entry["outcome"] == "client_gone"
+    assert entry["tokens"]["charged"] == 5 + 15
+
+
+async def test_without_plugin_and_usage_a_prompt_costs_no_less_than_its_tokens(start_proxy: StartProxy) -> None:
+    odd = "\U0001f9ff7%" * 100
+    async with running(FakeEngine()) as engine, start_proxy(engine, upstream_plugin=False) as proxy:
+        await proxy.post({**BODY, "stream": True, "messages": [{"role": "user", "content": odd}]})
+        await proxy.post({"model": "tiny", "stream": True, "prompt": list(range(500))}, path="/v1/completions")
+        one, two = await proxy.entries(2)
+    assert one["tokens"]["charged"] >= 600
+    assert two["tokens"]["charged"] >= 500
+
+
+async def test_an_answer_that_a_policy_has_generated_again_costs_each_time(start_proxy: StartProxy) -> None:
+    policy = TEXT_RULE.replace("STREAMING", "hold").replace("action: block", "action: route, route: {model: other}")
+    engine = FakeEngine(scripts=[("It", " is", " secret"), ("It", " is", " not")])
+    async with running(engine), start_proxy(engine, policy) as proxy:
+        assert (await proxy.post())[0] == 200
+        assert len(engine.bodies) == 2
+        assert (await proxy.entry())["tokens"] == {"prompt": 7, "completion": 5, "charged": 24}
+
+
+async def test_what_never_reached_a_model_server_or_was_refused_there_costs_nothing(start_proxy: StartProxy) -> None:
+    error = (400, {"error": {"message": "no", "code": 400}}, {})
+    async with running(FakeEngine(error=error)) as engine, start_proxy(engine) as proxy:
+        assert (await proxy.post())[0] == 400
+        assert (await proxy.entry())["tokens"]["charged"] == 0
+    async with start_proxy(engine, POLICY) as proxy:
+        assert (await proxy.post())[0] == 502
+        assert (await proxy.entries(2))[1]["tokens"]["charged"] == 0
