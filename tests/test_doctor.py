@@ -166,7 +166,9 @@ def test_a_policys_taps_are_measured_on_the_model_it_is_for(tmp_path: Path) -> N
         on_cpu, *_ = check_taps(DEFAULT_MODEL, CHECKOUT / "policies" / "default.yaml", "cpu", [], 64 * GIB)
     assert (on_gpu.level, on_cpu.level) == ("ok", "ok")
     assert "at 1024 requests and 8192 tokens a step" in on_gpu.found
-    assert "hidden-state taps 9.06 MiB, " in on_gpu.found
+    probe = json.loads((CHECKOUT / "model_configs" / "probe" / "SmolLM2-135M-Instruct.json").read_text())
+    hidden_mib = float(on_gpu.found.partition("hidden-state taps ")[2].partition(" MiB")[0])
+    assert hidden_mib / len(probe["params"]["layers"]) == pytest.approx(1.13, rel=0.02)
     assert "at 128 requests and 2048 tokens a step" in on_cpu.found
     with patch("guard.doctor.model_description", return_value=None):
         assert levels(check_taps(DEFAULT_MODEL, CHECKOUT / "policies" / "default.yaml", "cpu", [], 1)) == {
