@@ -14,13 +14,13 @@ from guard.proxy.admission import judges_for
 from guard.proxy.body import GuardedRequest, parsed
 from guard.proxy.capturing import capturing_of
 from guard.proxy.chat import redacted_and_routed
-from guard.proxy.errors import BlockedError, GuardUnavailableError, InvalidRequestError, SteeringError
+from guard.proxy.errors import InvalidRequestError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.readouts import Finding
 from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import EMBEDDINGS, Services
-from guard.proxy.verdict import judge, read_texts
+from guard.proxy.verdict import blocked, judge, read_texts
 from guard.proxy.wire import AS_TOKENS, Fields, Slot, Texts, around
 from guard.proxy.wire_choices import chat_form
 
@@ -85,9 +85,7 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     record.armed = ()
     record.own_s = time.perf_counter() - began_s
     if decision.action == "block":
-        if decision.by is None:
-            raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
-        raise BlockedError(f"{decision.message} (rule {decision.rule})")
+        raise blocked(decision)
     if decision.action in STEERS:
         raise SteeringError(f"rule {decision.rule} steers, which an embedding cannot be")
     await exchange.until_client_leaves(_embed(services, exchange, redacted_and_routed(request, decision, judges)))

@@ -14,12 +14,13 @@ from typing import Any
 from guard.policy import Decision
 from guard.proxy.answer import Answer, StreamedAnswer, Whole
 from guard.proxy.body import GuardedRequest
-from guard.proxy.errors import BlockedError, GuardUnavailableError, UpstreamError
+from guard.proxy.errors import UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judging import AnswerJudge
 from guard.proxy.refusal import ending, refuse
 from guard.proxy.relay import ERROR_FRAMES, broke_off, relay_whole
 from guard.proxy.usage import count_event, count_whole
+from guard.proxy.verdict import blocked
 from guard.proxy.wire import Form, Frame, compact, frames_of
 from guard.proxy.wire_choices import hide_token_ids
 from guard.proxy.withholding import Withheld
@@ -36,12 +37,9 @@ async def relay_judged(
 
 
 async def block(exchange: Exchange, request: GuardedRequest[Form], decision: Decision) -> None:
-    """Before the first byte. Raises, unless the policy wants an answer; the client can tell a hit from a guard that
-    could not measure."""
-    if decision.by is None:
-        raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
-    if decision.by.respond == "error":
-        raise BlockedError(f"{decision.message} (rule {decision.rule})")
+    """Before the first byte. Raises, unless the policy wants an answer."""
+    if decision.by is None or decision.by.respond == "error":
+        raise blocked(decision)
     await refuse(exchange, request, decision.message)
 
 
@@ -169,7 +167,7 @@ class _Stream:
             await block(exchange, self.request, decision)
             return
         if decision.by is None:
-            raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
+            raise blocked(decision)
         record.outcome = "blocked"
         await exchange.end(
             self.request.form.cut(

@@ -22,8 +22,6 @@ from guard.proxy.answer import Whole
 from guard.proxy.body import GuardedRequest, parsed
 from guard.proxy.chat import redacted_and_routed
 from guard.proxy.errors import (
-    BlockedError,
-    GuardUnavailableError,
     InvalidRequestError,
     RoutingError,
     SteeringError,
@@ -35,7 +33,7 @@ from guard.proxy.recording import Handler
 from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import RERANK, Services
-from guard.proxy.verdict import judge, read_texts, spec_refusal_of
+from guard.proxy.verdict import blocked, judge, read_texts, spec_refusal_of
 from guard.proxy.wire import Fields, Slot, Texts
 from guard.proxy.wire_choices import chat_form
 from guard.uses.parts import UnreadableError
@@ -125,9 +123,7 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
         record.armed = ()
         record.own_s = time.perf_counter() - began_s
         if decision.action == "block":
-            if decision.by is None:
-                raise GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
-            raise BlockedError(f"{decision.message} (rule {decision.rule})")
+            raise blocked(decision)
         if decision.action in STEERS:
             raise SteeringError(f"rule {decision.rule} steers, which an order of documents cannot be")
         if decision.action == "route":

@@ -16,6 +16,7 @@ from guard.policy import Decision, Judges, Question
 from guard.policy.judges import PROMPT
 from guard.proxy.answer import Answer, PlainAnswer, Whole
 from guard.proxy.body import GuardedRequest
+from guard.proxy.errors import ApiError, BlockedError, GuardUnavailableError
 from guard.proxy.readouts import Finding
 from guard.proxy.wire import Texts
 from guard.telemetry.record import Beside, RequestRecord
@@ -26,6 +27,13 @@ TextScores = Mapping[str, Score]
 
 class ShadowRefusedError(Exception):
     """The engine cannot read what was asked, of which a part is the shadow policy's alone. The message says why."""
+
+
+def blocked(decision: Decision) -> ApiError:
+    """The error that a block is: the client can tell a hit from a guard that could not measure."""
+    if decision.by is None:
+        return GuardUnavailableError(f"rule {decision.rule} lets nothing pass that the guard cannot measure")
+    return BlockedError(f"{decision.message} (rule {decision.rule})")
 
 
 async def read_texts(judges: Judges, request: GuardedRequest[Texts]) -> TextScores:
