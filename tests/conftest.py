@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,13 +21,22 @@ DEFAULT_POLICY = Path(__file__).parent.parent / "policies" / "default.yaml"
 SHARED = ("running_pair", "server")
 """Fixtures of a session that start an engine."""
 
+# The cache of keys of every engine that a test starts as a process of its own: several of them fit into 24 GiB.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+
+# pytest-xdist's own hook of this name reads the groups, and would come before this one.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: what shares an engine stays in one process, and everything else by its file."""
+    """For pytest-xdist: what shares an engine stays in one process, and what shares a module's fixtures, too.
+
+    The longest file, a test for each architecture, shares nothing: its tests run wherever there is room.
+    """
     for item in items:
         names: list[str] = getattr(item, "fixturenames", [])
         group = next((name for name in SHARED if name in names), str(item.path))
-        item.add_marker(pytest.mark.xdist_group(group))
+        if item.path.name != "test_architectures.py":
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @dataclass(frozen=True)
