@@ -23,6 +23,8 @@ SHARED = ("running_pair", "server")
 
 # The cache of keys of every engine that a test starts as a process of its own: several of them fit into 24 GiB.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# litellm asks the network for prices when it is imported.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 
 # pytest-xdist's own hook of this name reads the groups, and would come before this one.
