@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from guard.linear_pattern import linear_pattern
 from guard.policy.conditions import Section
 
 Redacted = Literal["secrets", "emails", "cards"]
@@ -29,8 +29,8 @@ class Capture(Section):
     Found as they are usually written: who spells one out, or splits it over messages, has it kept."""
 
     patterns: Annotated[dict[PatternName, str], Field(max_length=32, examples=[{"ticket": "ACME-[0-9]{6}"}])] = {}  # noqa: RUF012 - pydantic copies it
-    """Regular expressions of what else is taken out, each by the name that stands there instead, in brackets. Everybody
-    waits for one that takes long."""
+    """Regular expressions of what else is taken out, each by the name that stands there instead, in brackets: in RE2's
+    syntax, which has no look-around and no back-references, and takes time in proportion to any text."""
 
     retention_days: Annotated[int, Field(ge=1, le=3650)] = 7
     """Whole days after which the text is deleted, counted from the day of the request, UTC. What was kept already stays
@@ -41,9 +41,9 @@ class Capture(Section):
     def _are_patterns(cls, value: dict[str, str]) -> dict[str, str]:
         for name, pattern in value.items():
             try:
-                compiled = re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{name} is no regular expression: {error}") from None
+                compiled = linear_pattern(pattern)
+            except ValueError as error:
+                raise ValueError(f"{name} is no regular expression that RE2 takes: {error}") from None
             if compiled.fullmatch(""):
                 raise ValueError(f"{name} matches nothing at all, everywhere")
         return value

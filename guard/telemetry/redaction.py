@@ -5,7 +5,8 @@ Owns the forms of these. Each is found by how it is usually written, so this kee
 who tries. Forms of keys are those that the services publish for secret scanning.
 
 Clients choose these texts, and while a pattern is matched no other thread runs. So each takes time in proportion to any
-text: what repeats without a bound does so where no second match can begin inside it, and gives nothing back (``++``).
+text: what repeats without a bound does so where no second match can begin inside it, and gives nothing back (``++``);
+the policy's own patterns are RE2's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+
+from guard.linear_pattern import linear_pattern
 
 SECRETS = re.compile(
     r"""
@@ -66,13 +69,14 @@ CARD_GROUPS = ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 4, 4, 3), *((length,) 
 
 CARD_DIGITS = range(13, 20)
 
+
 Redact = Callable[[str, Counter[str]], str]
 """A text without what is to be taken out; how often is counted by what it was."""
 
 
 def redaction(names: Sequence[str], patterns: Mapping[str, str]) -> Redact:
     """``names``: of ``secrets``, ``emails`` and ``cards``; ``patterns``: name to regular expression."""
-    own = [(name, re.compile(pattern)) for name, pattern in patterns.items()]
+    own = [(name, linear_pattern(pattern)) for name, pattern in patterns.items()]
 
     def redact(text: str, counted: Counter[str]) -> str:
         if "secrets" in names:
@@ -82,6 +86,8 @@ def redaction(names: Sequence[str], patterns: Mapping[str, str]) -> Redact:
             text = _each(EMAILS, "email", text, counted)
         if "cards" in names:
             text = DIGITS.sub(lambda found: _without_cards(found[0], counted), text)
+        if own:
+            text = _unicode(text)
         for name, pattern in own:
             text = _each(pattern, name, text, counted)
         return text
@@ -91,6 +97,11 @@ def redaction(names: Sequence[str], patterns: Mapping[str, str]) -> Redact:
 
 def _each(pattern: re.Pattern[str], name: str, text: str, counted: Counter[str]) -> str:
     return pattern.sub(lambda _found: _count(name, counted), text)
+
+
+def _unicode(text: str) -> str:
+    """The text without halves of surrogate pairs, which JSON can spell, and RE2, which reads UTF-8, cannot take."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _count(name: str, counted: Counter[str]) -> str:

@@ -167,6 +167,7 @@ async def test_what_is_over_is_deleted_when_the_proxy_starts(start_proxy: StartP
     [
         ("{}", "keeps nothing"),
         ("{prompt: true, patterns: {a: '('}}", "a is no regular expression"),
+        ("{prompt: true, patterns: {a: '(?=b)c'}}", "a is no regular expression that RE2 takes: invalid perl operator"),
         ("{prompt: true, patterns: {a: 'x*'}}", "a matches nothing at all"),
         ("{prompt: true, redact: [names]}", "must be 'secrets', 'emails' or 'cards'"),
         ("{prompt: true, retention_days: 0}", "must be at least 1"),

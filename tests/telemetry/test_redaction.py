@@ -123,7 +123,19 @@ def test_no_mixture_of_beginnings_takes_much_longer_than_plain_words(
     assert cpu_s(("".join(mixture) * LONG)[: LONG // 2] + (repeated * LONG)[: LONG // 2]) < most_cpu_s
 
 
-def cpu_s(text: str) -> float:
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|aa)+$", "(.*)(.*)(.*)x", r"(\w+\s?)*!"])
+def test_a_policys_own_pattern_cannot_backtrack(pattern: str, most_cpu_s: float) -> None:
+    assert cpu_s("a" * LONG + "?", own=pattern) < most_cpu_s
+
+
+@given(st.text(st.characters(), max_size=40), st.text(st.characters(), max_size=40))
+def test_a_policys_own_pattern_is_found_in_any_text(before: str, after: str) -> None:
+    found, counted = redacted(f"{before} Ärger-123456 {after}", (), ticket="(?i)ärger-[0-9]{6}")
+    assert counted == {"ticket": 1}
+    assert " [ticket] " in found
+
+
+def cpu_s(text: str, **patterns: str) -> float:
     start_s = time.thread_time()
-    redacted(text)
+    redacted(text, **patterns)
     return time.thread_time() - start_s
