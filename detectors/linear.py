@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -66,6 +67,11 @@ class LinearReader:
     positions: Positions
     in_engine: bool
     name: str = "layer"
+
+    @cached_property
+    def _columns(self) -> tuple[Logits, ...]:
+        """Of each layer its weights ``[hidden_size, outputs]``, in float64: a sum over layers keeps its digits."""
+        return tuple(np.ascontiguousarray(self.weight[:, i].T, np.float64) for i in range(len(self.layers)))
 
     def plan(self, spans: Mapping[str, tuple[str, ...]] | None = None) -> CapturePlan:
         if not self.in_engine:
@@ -132,7 +138,7 @@ class LinearReader:
                 f"hidden state of layer {layer} has shape {list(values.shape[1:])}, "
                 f"the weights were fitted on [{size}]: another model?"
             )
-        return TokenLogits(values.astype(np.float64) @ self.weight[:, at].T.astype(np.float64), positions, token_ids)
+        return TokenLogits(values.astype(np.float64) @ self._columns[at], positions, token_ids)
 
     def _capture(self, layer: int) -> str:
         return f"{self.name}{layer}"

@@ -21,8 +21,6 @@ DEFAULT_POLICY = Path(__file__).parent.parent / "policies" / "default.yaml"
 SHARED = ("running_pair", "server")
 """Fixtures of a session that start an engine."""
 
-# The cache of keys of every engine that a test starts as a process of its own: several of them fit into 24 GiB.
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # litellm asks the network for prices when it is imported.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 

@@ -79,15 +79,18 @@ def ask(server: Server, case: Case, seconds: float, warm_s: float = 1.0) -> dict
     plan = Plan(server.port, server.key, case.clients, case.streamed, case.tokens, seconds, warm_s, case.think_s)
     before = server.used()
     started_s = time.perf_counter()
-    done = subprocess.run(
-        pinned(OTHER_CPU, [sys.executable, "-m", "bench.proxy.load_client"]),
-        input=json.dumps(asdict(plan)),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    observed: dict[str, Any] = json.loads(done.stdout)
+    # A file, since what the client says at its end is more than a pipe holds.
+    with tempfile.TemporaryFile("w+") as said:
+        subprocess.run(
+            pinned(OTHER_CPU, [sys.executable, "-m", "bench.proxy.load_client"]),
+            input=json.dumps(asdict(plan)),
+            stdout=said,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        said.seek(0)
+        observed: dict[str, Any] = json.load(said)
     return summary(observed, before, server.used(), time.perf_counter() - started_s)
 
 

@@ -8,6 +8,7 @@ through the generated ones; token_ids are the tokens there, so that a consumer c
 from __future__ import annotations
 
 import base64
+from binascii import a2b_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -43,7 +44,7 @@ def array_from_wire(wire: Any) -> FloatArray:
     if not isinstance(wire, dict) or wire["dtype"] != "float32":
         raise ValueError("not an array of dtype float32")
     data = wire["data"]
-    raw = data if isinstance(data, bytes) else base64.b64decode(data, validate=True)
+    raw = data if isinstance(data, bytes) else a2b_base64(data, strict_mode=True)
     return np.frombuffer(raw, dtype="<f4").reshape(wire["shape"])
 
 

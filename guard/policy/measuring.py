@@ -72,25 +72,31 @@ class Measurement:
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Of a detector that combines scores: its input -> the policy's detector."""
 
+    # What it is, once: to look through a protocol's methods takes as long as the detectors' own arithmetic.
+
     @cached_property
     def reads_text(self) -> bool:
-        # Once: to look through a protocol's methods takes as long as the detectors' own arithmetic.
         return isinstance(self.detector, TextDetector)
 
-    @property
+    @cached_property
     def asks_again(self) -> bool:
         """Whether it has the model read something of its own, about the answer."""
         return isinstance(self.detector, SecondPassDetector)
 
-    @property
+    @cached_property
     def combines(self) -> bool:
         """Whether it is computed from other detectors' scores."""
         return isinstance(self.detector, ScoreDetector)
 
-    @property
+    @cached_property
     def reads_engine(self) -> bool:
         """Whether the engine's readouts of the request itself are what it needs."""
         return isinstance(self.detector, Detector)
+
+    @cached_property
+    def reads_spans(self) -> bool:
+        """Whether it also needs to know where its spans are."""
+        return isinstance(self.detector, SpanDetector)
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -116,16 +122,15 @@ class Measurement:
             for key, item in readouts.items.items()
             if key.startswith(prefix)
         }
-        detector = self.detector
-        if isinstance(detector, SpanDetector):
+        if self.reads_spans:
             spans = {
                 name.removeprefix(prefix): tokens
                 for name, tokens in readouts.span_tokens.items()
                 if name.startswith(prefix)
             }
-            score = self._checked(lambda: detector.score_spans(own, spans))
-        elif isinstance(detector, Detector):
-            score = self._checked(lambda: detector.score(own))
+            score = self._checked(partial(cast(SpanDetector, self.detector).score_spans, own, spans))
+        elif self.reads_engine:
+            score = self._checked(partial(cast(Detector, self.detector).score, own))
         else:
             return Score("unavailable", reason=NO_TEXT)
         dropped = score.status == "unavailable" and any(item.status == "dropped" for item in own.values())
