@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +15,7 @@ from guard.machine import vllm_build
 from guard.models import pull
 from guard.paths import cache_folder
 from guard.steering.vector_files import write_vector
+from tests.engine.engines import in_process
 
 CHECKOUT = Path(__file__).parents[2]
 PROMPTS = str(CHECKOUT / "examples" / "prompts.jsonl")
@@ -70,7 +68,9 @@ def test_a_sweep_that_cannot_be_is_refused_before_an_engine_starts(
 
 
 @pytest.mark.engine
-def test_a_vector_is_learnt_and_swept_and_both_files_say_how(tmp_path: Path) -> None:
+def test_a_vector_is_learnt_and_swept_and_both_files_say_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     if vllm_build() is None:
         pytest.skip("needs vLLM: make install")
     pull("smollm2-135m")
@@ -80,15 +80,17 @@ def test_a_vector_is_learnt_and_swept_and_both_files_say_how(tmp_path: Path) -> 
     # A cache of its own, but for the model: nothing that an earlier run has read.
     (tmp_path / "cache" / "mia-guard").mkdir(parents=True)
     (tmp_path / "cache" / "mia-guard" / "models").symlink_to(cache_folder() / "models")
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "200"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "guard", "steer", *arguments, "--configs", str(tmp_path)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with in_process(), pytest.raises(SystemExit) as ended:
+            app(["steer", *arguments, "--configs", str(tmp_path)])
+        return (int(ended.value.code or 0), *capfd.readouterr())
 
-    done = run("learn", "list", "--pairs", str(pairs), "--layers", "12,20", "--method", "pca")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert sum(line.startswith("layer ") for line in done.stdout.splitlines()) == 2
+    code, told, error = run("learn", "list", "--pairs", str(pairs), "--layers", "12,20", "--method", "pca")
+    assert code == 0, error[-2000:]
+    assert sum(line.startswith("layer ") for line in told.splitlines()) == 2
     with safe_open(tmp_path / "steering" / KEY / "list-20.safetensors", "np") as file:
         record = json.loads(file.metadata()["calibration"])
     assert (record["name"], record["layer"], record["method"], record["pairs"]) == ("list", 20, "pca", 3)
@@ -96,17 +98,19 @@ def test_a_vector_is_learnt_and_swept_and_both_files_say_how(tmp_path: Path) -> 
     out = tmp_path / "out" / "sweep.json"
     arguments = ["sweep", "list", "--prompts", PROMPTS, "--measure", "words:-|The", "--layers", "20"]
     arguments += ["--coefficients", "0.5,1", "--max-tokens", "4", "--perplexity-factor", "100", "--out", str(out)]
-    done = run(*arguments)
+    code, told, error = run(*arguments)
     swept = json.loads(out.read_text())
     assert [(one["layer"], one["coefficient"]) for one in swept["trials"]] == [(0, 0.0), (20, 0.5), (20, 1.0)]
     assert len({one["effect"] for one in swept["trials"]}) == 3
     # Whether a vector from three pairs helps is not for this test to know, but that the command says so.
-    assert done.returncode == (3 if swept["recommended"] is None else 0), done.stderr[-2000:]
-    assert ("recommended: " in done.stdout) == (done.returncode == 0)
-    assert ("no setting has more effect" in done.stderr) == (done.returncode == 3)
+    assert code == (3 if swept["recommended"] is None else 0), error[-2000:]
+    assert ("recommended: " in told) == (code == 0)
+    assert ("no setting has more effect" in error) == (code == 3)
     assert out.with_suffix(".svg").read_text().startswith("<svg")
-    assert "Loading" in done.stderr
-    again = run(*arguments)
-    assert again.returncode == done.returncode
+
+    def none(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("an engine was started for what is kept")
+
+    monkeypatch.setattr("guard.steering.job.open_engine", none)
+    assert run(*arguments)[0] == code
     assert json.loads(out.read_text())["trials"] == swept["trials"]
-    assert "Loading" not in again.stderr
