@@ -59,9 +59,13 @@ def whole(finished: Finished) -> Json:
     scores: dict[Stage, Mapping[str, Score]] = {"prompt": record.scores}
     decisions: dict[Stage, Decision | None] = {"prompt": record.decision}
     if answered is not None:
-        scores |= {"stream": answered.scores, "output": answered.scores}
+        # As they were last; a rule that hit before is shown with the scores that it hit on.
+        last = {name: one.counts for name, one in answered.end.items()}
+        scores |= {"stream": last, "output": last}
         decisions |= {"stream": answered.decision, "output": answered.decision}
-    shown["rules"] = _rules(judges.live, scores, decisions, record.deciding)
+    shown["rules"] = _rules(
+        judges.live, scores, decisions, record.deciding, answered.met if answered is not None else {}
+    )
     shown["detectors"] = _detectors(judges.live, record)
     if judges.shadow is not None and record.shadow is not None:
         beside = record.shadow
@@ -75,14 +79,16 @@ def _rules(
     scores: Mapping[Stage, Mapping[str, Score]],
     decisions: Mapping[Stage, Decision | None],
     deciding: Decision | None,
+    met: Mapping[str, Mapping[str, Score]] | None = None,
 ) -> list[Json]:
     """Every rule, of stages that were not come to as well. What hit is what was recorded: in a stream a rule stays hit
-    whatever its scores are at the end."""
+    whatever its scores are at the end. ``met``: by rule of an answer that hit, the scores that it hit on."""
     shown = []
     for stage in STAGES:
         decision = decisions.get(stage)
         hits = {hit.rule: hit for hit in decision.hits} if decision is not None else {}
-        for one in dissect(policy, scores.get(stage, {}), stage):
+        at_hits = (met or {}) if stage != "prompt" else {}
+        for one in dissect(policy, scores.get(stage, {}), stage, at_hits):
             hit = hits.get(one.name)
             shown.append(
                 {
@@ -93,13 +99,17 @@ def _rules(
                     "does": hit.action if hit is not None else one.does,
                     "reason": hit.reason if hit is not None else one.reason,
                     "decided": deciding is not None and deciding.rule == one.name,
+                    "scores": {
+                        name: score.value for name, score in at_hits.get(one.name, scores.get(stage, {})).items()
+                    },
                 }
             )
     return shown
 
 
 def _detectors(policy: BoundPolicy, record: RequestRecord) -> list[Json]:
-    """Each detector with its score: of the answer where it was scored there, else of the prompt."""
+    """Each detector with its score: of the answer where it was scored there, the highest of all times, else of the
+    prompt."""
     of_answer = record.answer.scores if record.answer is not None else {}
     shown = []
     for name, detector in policy.detectors.items():

@@ -16,6 +16,7 @@ from guard.mia.results import Readouts, join
 from guard.policy import Decision, Judges, Question, RuleHit
 from guard.policy.judges import LATER, STREAM
 from guard.policy.measuring import NOT_YET, Measurement, Part
+from guard.policy.over_time import Seen
 from guard.policy.schema import SEVERITY, Stage, detectors_in
 from guard.proxy.readouts import most_complete
 from guard.proxy.second_pass import PassReader, SecondPassError
@@ -59,7 +60,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Ruling:
-    """``decision``: of all choices the most severe, with everything that hit."""
+    """``decision``: of all choices the most severe, with everything that hit. scores: of the text that decided, when it
+    did."""
 
     choice: int
     scores: Mapping[str, Score]
@@ -69,7 +71,8 @@ class Ruling:
 
 @dataclass
 class AnswerJudge:
-    """One answer. ``prompt``: readouts of its prompt as far as there are any; ``reason``: why there are none."""
+    """One answer. ``prompt``: readouts of its prompt as far as there are any; ``reason``: why there are none;
+    ``complete``: it was judged to its end. ``_met``: by rule, the scores that it hit on, and how severely."""
 
     judges: Judges
     asked: Question
@@ -82,6 +85,9 @@ class AnswerJudge:
     ruling: Ruling | None = None
     second_pass_s: float | None = None
     course: list[Moment] = field(default_factory=list)
+    complete: bool = False
+    _seen: Seen = field(default_factory=Seen)
+    _met: dict[str, tuple[int, Mapping[str, Score]]] = field(default_factory=dict)
     _grown: dict[int, Readouts] = field(default_factory=dict)
     _taken: int = 0
     _read: dict[Unit, tuple[str, dict[str, Score]]] = field(default_factory=dict)
@@ -114,8 +120,8 @@ class AnswerJudge:
         for unit in self._units(readouts):
             known = {**texts.get(unit, {}), **passes.get(unit, passes.get(NOWHERE, {}))}
             found.append(self._judged(unit, known, readouts, stages))
-        if self.judges_streams:
-            self._note(found)
+        self.complete = complete
+        self._note(found)
         rulings = [*([self.ruling] if self.ruling else []), *found]
         worst = max(rulings, key=lambda one: _severity(one.decision))
         shadows = [one.shadow for one in rulings if one.shadow is not None]
@@ -127,7 +133,14 @@ class AnswerJudge:
         return self.ruling
 
     def _note(self, found: Sequence[Ruling]) -> None:
-        """Put the scores of this moment to the answer's course."""
+        """Put the scores of this moment to those before, and to the answer's course."""
+        self._seen.add([one.scores for one in found])
+        for one in found:
+            for hit in one.decision.hits:
+                if hit.rule not in self._met or self._met[hit.rule][0] < hit.severity:
+                    self._met[hit.rule] = (hit.severity, one.scores)
+        if not self.judges_streams:
+            return
         names = dict.fromkeys(name for one in found for name in one.scores)
         values = {name: [one.scores[name].value for one in found if name in one.scores] for name in names}
         worst = {
@@ -142,7 +155,23 @@ class AnswerJudge:
         one = self.ruling
         if one is None:
             return None
-        return Answered(one.choice, one.scores, one.decision, one.shadow, attempts, self.second_pass_s)
+        return Answered(
+            one.choice,
+            self._seen.scores(self._hit_on()),
+            one.decision,
+            one.shadow,
+            attempts,
+            self.second_pass_s,
+            self.complete,
+            dict(self._seen.whole),
+            self._seen.end,
+            {rule: scores for rule, (_, scores) in self._met.items()},
+        )
+
+    def _hit_on(self) -> set[str]:
+        """Detectors whose scores made a rule hit."""
+        hits = self.ruling.decision.hits if self.ruling else ()
+        return {name for hit in hits if not hit.on_error for name in detectors_in(self.judges.live.rule(hit.rule))}
 
     def redact(self, frame: Frame) -> None:
         """Take out of a frame what is marked there."""

@@ -94,7 +94,10 @@ async def test_retry_generates_again_with_the_vectors_and_judges_it(start_proxy:
         assert (status, text_of(body, stream)) == (200, "all fine")
         assert engine.specs[1] is not None
         assert engine.specs[1]["steer"] == [{"vector": "calm", "layer": 3, "coefficient": 2.0}]
-        assert (await proxy.entry())["answer"]["attempts"] == 1
+        answer = (await proxy.entry())["answer"]
+        assert (answer["attempts"], answer["scores"], answer["action"]) == (1, {"text": 0.0}, "allow")
+        (earlier,) = answer["earlier"]
+        assert (earlier["scores"], earlier["action"]) == ({"text": 1.0}, "retry")
         assert headers["x-guard-action"] == "allow"
 
 
