@@ -22,7 +22,8 @@ UNDECIDED = "none"
 class RecordedAnswer:
     """What was made of one answer. ``whole``, ``end``: by detector's name, its scores over all the times that it was
     judged, and at its end. ``complete``: it was judged to its end; None in lines of versions that did not write it,
-    which have the first scores of a stream and not the highest. ``digests``: as in ``Recorded``."""
+    which have the first scores of a stream and not the highest. ``digests``: as in ``Recorded``. ``beside``: what the
+    shadow policy made of it."""
 
     action: str
     rule: str | None
@@ -31,12 +32,14 @@ class RecordedAnswer:
     whole: Mapping[str, Spread]
     end: Mapping[str, Spread]
     digests: Mapping[str, str]
+    beside: RecordedAnswer | None = None
 
     def spread(self, name: str, digest: str, *, end: bool) -> Spread | None:
         """What a policy's detector would have said; None when nothing like it was measured."""
-        if self.digests:
+        if self.digests or self.beside is not None:
             name = next((mine for mine, measured in self.digests.items() if measured == digest), "")
-        return (self.end if end else self.whole).get(name)
+        found = (self.end if end else self.whole).get(name)
+        return self.beside.spread(name, digest, end=end) if found is None and self.beside is not None else found
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Recorded:
 
     def score(self, name: str, digest: str) -> Score | None:
         """The score that a policy's detector would have got; None when nothing like it was measured."""
-        return self.by_digest.get(digest) if self.digests else self.scores.get(name)
+        return self.by_digest.get(digest) if self.by_digest else self.scores.get(name)
 
 
 def read_ledger(path: Path) -> Iterator[Recorded | None]:
@@ -134,6 +137,7 @@ def _answer(told: Mapping[str, Any]) -> RecordedAnswer:
         whole=whole,
         end=whole | {str(name): _spread(one) for name, one in told.get("at_end", {}).items()},
         digests=dict(told.get("measured", {})),
+        beside=_answer(shadow) if (shadow := told.get("shadow")) else None,
     )
 
 

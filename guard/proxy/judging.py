@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from detectors.base import Score, SecondPass
 from guard.mia.results import Readouts, join
-from guard.policy import Decision, Judges, Question, RuleHit
+from guard.policy import BoundPolicy, Decision, Judges, Question, RuleHit
 from guard.policy.judges import LATER, STREAM
 from guard.policy.measuring import NOT_YET, Measurement, Part
 from guard.policy.over_time import Seen
@@ -61,18 +61,45 @@ class Mark:
 @dataclass(frozen=True)
 class Ruling:
     """``decision``: of all choices the most severe, with everything that hit. scores: of the text that decided, when it
-    did."""
+    did; ``beside``: of the shadow policy's detectors."""
 
     choice: int
     scores: Mapping[str, Score]
     decision: Decision
     shadow: Decision | None
+    beside: Mapping[str, Score] = field(default_factory=dict)
+
+
+@dataclass
+class _Kept:
+    """What one policy's detectors said of an answer. ``met``: by rule that hit, how severely and on which scores."""
+
+    seen: Seen = field(default_factory=Seen)
+    met: dict[str, tuple[int, Mapping[str, Score]]] = field(default_factory=dict)
+
+    def add(self, texts: Sequence[tuple[Mapping[str, Score], Decision]]) -> None:
+        """Once judged; scores of each text and what they came to."""
+        self.seen.add([scores for scores, _ in texts])
+        for scores, decision in texts:
+            for hit in decision.hits:
+                if hit.rule not in self.met or self.met[hit.rule][0] < hit.severity:
+                    self.met[hit.rule] = (hit.severity, scores)
+
+    def answered(
+        self, choice: int, decision: Decision, policy: BoundPolicy, attempts: int, *, complete: bool
+    ) -> Answered:
+        hits = [policy.rule(hit.rule) for hit in decision.hits if not hit.on_error]
+        scores = self.seen.scores({name for rule in hits for name in detectors_in(rule)})
+        met = {rule: on for rule, (_, on) in self.met.items()}
+        return Answered(
+            choice, scores, decision, None, attempts, None, complete, dict(self.seen.whole), self.seen.end, met
+        )
 
 
 @dataclass
 class AnswerJudge:
     """One answer. ``prompt``: readouts of its prompt as far as there are any; ``reason``: why there are none;
-    ``complete``: it was judged to its end. ``_met``: by rule, the scores that it hit on, and how severely."""
+    ``complete``: it was judged to its end."""
 
     judges: Judges
     asked: Question
@@ -86,8 +113,8 @@ class AnswerJudge:
     second_pass_s: float | None = None
     course: list[Moment] = field(default_factory=list)
     complete: bool = False
-    _seen: Seen = field(default_factory=Seen)
-    _met: dict[str, tuple[int, Mapping[str, Score]]] = field(default_factory=dict)
+    _live: _Kept = field(default_factory=_Kept)
+    _beside: _Kept = field(default_factory=_Kept)
     _grown: dict[int, Readouts] = field(default_factory=dict)
     _taken: int = 0
     _read: dict[Unit, tuple[str, dict[str, Score]]] = field(default_factory=dict)
@@ -134,11 +161,8 @@ class AnswerJudge:
 
     def _note(self, found: Sequence[Ruling]) -> None:
         """Put the scores of this moment to those before, and to the answer's course."""
-        self._seen.add([one.scores for one in found])
-        for one in found:
-            for hit in one.decision.hits:
-                if hit.rule not in self._met or self._met[hit.rule][0] < hit.severity:
-                    self._met[hit.rule] = (hit.severity, one.scores)
+        self._live.add([(one.scores, one.decision) for one in found])
+        self._beside.add([(one.beside, one.shadow) for one in found if one.shadow is not None])
         if not self.judges_streams:
             return
         names = dict.fromkeys(name for one in found for name in one.scores)
@@ -152,26 +176,14 @@ class AnswerJudge:
 
     def answered(self, attempts: int) -> Answered | None:
         """What the record says of it."""
-        one = self.ruling
+        one, shadow = self.ruling, self.judges.shadow
         if one is None:
             return None
-        return Answered(
-            one.choice,
-            self._seen.scores(self._hit_on()),
-            one.decision,
-            one.shadow,
-            attempts,
-            self.second_pass_s,
-            self.complete,
-            dict(self._seen.whole),
-            self._seen.end,
-            {rule: scores for rule, (_, scores) in self._met.items()},
-        )
-
-    def _hit_on(self) -> set[str]:
-        """Detectors whose scores made a rule hit."""
-        hits = self.ruling.decision.hits if self.ruling else ()
-        return {name for hit in hits if not hit.on_error for name in detectors_in(self.judges.live.rule(hit.rule))}
+        beside = None
+        if one.shadow is not None and shadow is not None and shadow.rules_of_answers:
+            beside = self._beside.answered(one.choice, one.shadow, shadow, attempts, complete=self.complete)
+        answered = self._live.answered(one.choice, one.decision, self.judges.live, attempts, complete=self.complete)
+        return replace(answered, shadow=beside, second_pass_s=self.second_pass_s)
 
     def redact(self, frame: Frame) -> None:
         """Take out of a frame what is marked there."""
@@ -316,7 +328,7 @@ class AnswerJudge:
         decision = _joined(max(live, key=_severity), live)
         self.marks[unit] = self._marks(decision, scores.live)
         shadow = _joined(max(shadows, key=_severity), shadows) if shadows else None
-        return Ruling(unit[0], scores.live, decision, shadow)
+        return Ruling(unit[0], scores.live, decision, shadow, scores.shadow)
 
     def _marks(self, decision: Decision, scores: Mapping[str, Score]) -> list[Mark]:
         found = []

@@ -55,16 +55,16 @@ class Answered:
     """What was made of the answer. ``choice``: the one that decided; ``scores``: of each detector the highest, of all
     its texts and all the times that it was judged.
 
-    ``shadow``: what the shadow policy made of the same. ``attempts``: how often the answer was generated again.
-    ``second_pass_s``: how long detectors had the model read about it; None where none did. ``complete``: it was judged
-    to its end. ``whole``, ``end``: all scores of a detector, and those at the end. ``met``: by rule that hit, the
-    scores that it hit on; not in the ledger.
+    ``shadow``: what the shadow policy made of the same; None where it has no rules for answers. ``attempts``: how often
+    the answer was generated again. ``second_pass_s``: how long detectors had the model read about it; None where none
+    did. ``complete``: it was judged to its end. ``whole``, ``end``: all scores of a detector, and those at the end.
+    ``met``: by rule that hit, the scores that it hit on; not in the ledger.
     """
 
     choice: int
     scores: Mapping[str, Score]
     decision: Decision
-    shadow: Decision | None
+    shadow: Answered | None
     attempts: int
     second_pass_s: float | None = None
     complete: bool = True
@@ -156,6 +156,13 @@ class RequestRecord:
         return self.earlier_tokens + prompt + completion
 
     @property
+    def shadow_action(self) -> str:
+        """What the shadow policy would have done, with prompt and answer the more severe; ``none`` without one."""
+        answered = self.answer.shadow if self.answer else None
+        both = [one.decision for one in (self.shadow, answered) if one is not None]
+        return max((one.action for one in both), key=lambda one: SEVERITY[one], default="none")
+
+    @property
     def action(self) -> str:
         """What was decided; ``none`` when it did not come to a decision."""
         decision = self.deciding
@@ -219,11 +226,12 @@ class RequestRecord:
         }
 
     def _answer_entry(self, answer: Answered) -> dict[str, Any]:
+        beside = self.shadow.measured if self.shadow else {}
         return {
             "attempts": answer.attempts,
             "second_pass_ms": _ms(answer.second_pass_s),
-            **_answered(answer, self.measured),
-            "earlier": [_answered(one, self.measured) for one in self.earlier if one is not answer],
+            **_answered(answer, self.measured, beside),
+            "earlier": [_answered(one, self.measured, beside) for one in self.earlier if one is not answer],
         }
 
 
@@ -265,8 +273,9 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "gave any of its texts at any time while it grew; over_time, of detectors that said more than one thing of it: "
     "lowest, highest, without (what stood there instead of a score), timed_out; at_end, the same of the last time that "
     "it was judged, where that differs; complete, whether that was its end; how many attempts there were to generate "
-    "it again, and earlier, the same of the answers before; what the shadow policy would have done (would), and how "
-    "long detectors had the model read about it (second_pass_ms); null when no rule judges answers, or there was none.",
+    "it again, and earlier, the same of the answers before; what the shadow policy would have done (would), on what "
+    "(shadow: as above; null where it has no rules for answers), and how long detectors had the model read about it "
+    "(second_pass_ms); null when no rule judges answers, or there was none.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
@@ -308,16 +317,24 @@ def _beside(shadow: Beside) -> dict[str, Any]:
     }
 
 
-def _answered(answer: Answered, measured: Mapping[str, str]) -> dict[str, Any]:
+def _answered(answer: Answered, measured: Mapping[str, str], beside: Mapping[str, str]) -> dict[str, Any]:
+    shadow = answer.shadow
+    return {
+        "choice": answer.choice,
+        "would": shadow.decision.action if shadow else None,
+        **_judged(answer, measured),
+        "complete": answer.complete,
+        "shadow": _judged(shadow, beside) if shadow else None,
+    }
+
+
+def _judged(answer: Answered, measured: Mapping[str, str]) -> dict[str, Any]:
     whole = {name: one for name, one in answer.whole.items() if len(one.seen) > 1}
     end = {name: one for name, one in answer.end.items() if one.seen != answer.whole[name].seen}
     return {
-        "choice": answer.choice,
         "action": answer.decision.action,
         "rule": answer.decision.rule,
         "reason": answer.decision.reason,
-        "would": answer.shadow.action if answer.shadow else None,
-        "complete": answer.complete,
         **_scores(answer.scores, measured),
         "over_time": {name: _spread(one) for name, one in whole.items()},
         "at_end": {name: _spread(one) for name, one in end.items()},
