@@ -16,7 +16,7 @@ from tests.proxy.conftest import BODY, FLAGGED, Proxy, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_answers import RETRY
-from tests.proxy.test_streaming import LEAK, STREAM, policy
+from tests.proxy.test_streaming import LEAK, STREAM, frames, policy
 
 CLEAN = ("all", " is", " fine", ".")
 WITHOUT = "rules:\n  - {name: prompt, when: {detector: danger, at_least: 0.9}, action: block, on_error: allow}\n"
@@ -125,6 +125,27 @@ async def test_lines_that_have_the_first_scores_of_a_stream_are_told_and_not_com
         assert "1 requests compared, 0 change" in out
         assert "1 requests cannot be decided again: not told: lines of an older version" in out
         assert code == 0
+
+
+async def test_of_an_answer_that_nobody_waited_for_it_is_kept_what_rules_made_of_it_until_then(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    at_end = "  - {name: end, stage: output, when: {detector: text, at_least: 0.5}, action: flag}\n"
+    text = policy("window", action="flag", more=at_end)
+    engine = FakeEngine(scripts=[("secret", " b")], answer_delay_s=None)
+    async with running(engine), start_proxy(engine, text) as proxy:
+        reading = frames(proxy, STREAM)
+        assert b"secret" in (await anext(reading))[1]
+        await reading.aclose()
+        entry = await proxy.entry()
+        assert (entry["outcome"], entry["action"], entry["rules"]) == ("client_gone", "flag", ["leak"])
+        assert (entry["answer"]["scores"], entry["answer"]["complete"]) == ({"text": 1.0}, False)
+        code, told = replayed(tmp_path, proxy, text)
+        assert (code, told["unchanged"]) == (0, {"flag": 1})
+        _, out = guard(
+            "explain", tmp_path / "candidate.yaml", "--request", entry["request_id"], "--ledger", proxy.ledger
+        )
+        assert "end: not judged: the answer did not come to its end" in out
 
 
 async def test_a_request_that_a_rule_for_answers_decided_is_explained_by_it(
