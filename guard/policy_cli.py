@@ -104,33 +104,29 @@ def explain(
     from detectors.base import Score
     from guard.policy.cases import NO_SCORES
     from guard.policy.compiled import compile_rules
-    from guard.policy.explain import explain, explain_record
-    from guard.policy.loading import digests
+    from guard.policy.explain_request import explained
     from guard.policy.recorded import find_request
     from guard.telemetry.ledger_reader import LedgerReadError
 
     loaded = _load(policy)
     rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model, model_configs)))
-    scores: dict[str, Score] = {}
+    given: dict[str, Score] = {}
+    entry = None
     typer.echo(f"policy {loaded.label}")
     if request is not None:
         try:
             entry = find_request(ledger or _own_ledger(), request)
         except LedgerReadError as error:
             _fail(str(error))
-        for line in explain_record(entry):
-            typer.echo(line)
-        missing = Score("unavailable", reason="the ledger has no score of this measurement")
-        scores = {name: entry.score(name, digest) or missing for name, digest in digests(loaded).items()}
-    for given in score or ():
-        name, _, value = given.partition("=")
+    for option in score or ():
+        name, _, value = option.partition("=")
         if name not in loaded.policy.detectors:
             _fail(f"the policy has no detector {name!r}; it has {', '.join(loaded.policy.detectors) or 'none'}")
         try:
-            scores[name] = NO_SCORES[value] if value in NO_SCORES else Score("scored", _finite(value))
+            given[name] = NO_SCORES[value] if value in NO_SCORES else Score("scored", _finite(value))
         except ValueError:
-            _fail(f"--score {given}: neither a finite number nor one of {', '.join(NO_SCORES)}")
-    for line in explain(rules, scores):
+            _fail(f"--score {option}: neither a finite number nor one of {', '.join(NO_SCORES)}")
+    for line in explained(loaded, rules, entry, given):
         typer.echo(line)
 
 

@@ -52,6 +52,23 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+def test_scores_of_an_answer_are_found_and_counted_with_those_of_answers_before_it(tmp_path: Path) -> None:
+    def entry(name: str, **answer: Any) -> dict[str, Any]:
+        one = record(outcome="completed", status=200)
+        one.request_id = name
+        return {**one.to_entry(), "answer": {"scores": {"made": 0.2}, "detectors": {"made": "scored"}, **answer}}
+
+    path = tmp_path / "ledger.jsonl"
+    lost = {"scores": {"made": None}, "detectors": {"made": "unavailable: behind"}}
+    times = {"over_time": {"made": {"lowest": 0.1, "highest": 0.7, "without": ["unavailable: behind"]}}}
+    earlier = {"earlier": [{"scores": {"made": 0.8}}]}
+    write(path, [entry("low"), entry("lost", **lost, **times), entry("again", **earlier)])
+    for least, found in (("0.1", ["again", "lost", "low"]), ("0.6", ["again", "lost"]), ("0.75", ["again"])):
+        assert ids(ledger("query", "--ledger", str(path), "--score", f"made={least}", "--json")[1]) == found
+    told = json.loads(ledger("stats", "--ledger", str(path), "--json")[1])
+    assert told["detectors"]["made"] == {"scored": 2, "unavailable": 1}
+
+
 def ids(output: str) -> list[str]:
     return [json.loads(line)["request_id"] for line in output.splitlines()]
 

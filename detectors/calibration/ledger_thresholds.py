@@ -110,9 +110,19 @@ def read_traffic(ledger: Path, detector: str) -> Traffic:
 
 
 def _score(entry: Entry, detector: str) -> tuple[str, float] | None:
+    """Of the prompt and of the answer the higher one: a request is hit once. Of a stream the ledger has the highest of
+    all the times that it was judged, but lines of versions before have the first: they are left out."""
     try:
-        score, measured = entry["scores"].get(detector), entry.get("measured", {}).get(detector, "unknown")
-        return None if score is None else (str(measured), float(score))
+        answer = entry.get("answer") or {}
+        if entry.get("streamed") and "complete" not in answer:
+            answer = {}
+        told = [
+            (float(one["scores"][detector]), str(one.get("measured", {}).get(detector, "unknown")))
+            for one in (entry, answer)
+            if one.get("scores", {}).get(detector) is not None
+        ]
+        score, measured = max(told)
+        return measured, score
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
 

@@ -13,9 +13,9 @@ from detectors.base import AnyDetector, Score
 from detectors.model_config import ModelConfig
 from guard.policy import BoundPolicy, Decision
 from guard.policy.dissect import dissect
-from guard.policy.schema import Stage
+from guard.policy.schema import SEVERITY, Stage
 from guard.telemetry.recent import Finished
-from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
+from guard.telemetry.record import MAX_MODEL_CHARACTERS, Answered, RequestRecord
 
 STAGES: tuple[Stage, ...] = ("prompt", "stream", "output")
 
@@ -56,33 +56,34 @@ def whole(finished: Finished) -> Json:
     if judges is None:
         return shown
     answered = record.answer
-    scores: dict[Stage, Mapping[str, Score]] = {"prompt": record.scores}
-    decisions: dict[Stage, Decision | None] = {"prompt": record.decision}
-    if answered is not None:
-        scores |= {"stream": answered.scores, "output": answered.scores}
-        decisions |= {"stream": answered.decision, "output": answered.decision}
-    shown["rules"] = _rules(judges.live, scores, decisions, record.deciding)
+    shown["rules"] = _rules(judges.live, record.scores, record.decision, answered, record.deciding)
     shown["detectors"] = _detectors(judges.live, record)
     if judges.shadow is not None and record.shadow is not None:
-        beside = record.shadow
-        rules = _rules(judges.shadow, {"prompt": beside.scores}, {"prompt": beside.decision}, beside.decision)
-        shown["shadow"] = {"policy": beside.policy, "action": beside.decision.action, "rules": rules}
+        beside, would = record.shadow, answered.shadow if answered is not None else None
+        both = [beside.decision, *([would.decision] if would is not None else [])]
+        worst = max(both, key=lambda one: SEVERITY[one.action])
+        rules = _rules(judges.shadow, beside.scores, beside.decision, would, worst)
+        shown["shadow"] = {"policy": beside.policy, "action": worst.action, "rules": rules}
     return shown
 
 
 def _rules(
     policy: BoundPolicy,
-    scores: Mapping[Stage, Mapping[str, Score]],
-    decisions: Mapping[Stage, Decision | None],
+    of_prompt: Mapping[str, Score],
+    on_prompt: Decision | None,
+    answered: Answered | None,
     deciding: Decision | None,
 ) -> list[Json]:
     """Every rule, of stages that were not come to as well. What hit is what was recorded: in a stream a rule stays hit
-    whatever its scores are at the end."""
+    whatever its scores are at the end, and is shown with those that it hit on."""
     shown = []
+    last = {name: one.counts for name, one in answered.end.items()} if answered is not None else {}
     for stage in STAGES:
-        decision = decisions.get(stage)
+        decision = on_prompt if stage == "prompt" else answered.decision if answered is not None else None
+        scores = of_prompt if stage == "prompt" else last
+        at_hits = answered.met if answered is not None and stage != "prompt" else {}
         hits = {hit.rule: hit for hit in decision.hits} if decision is not None else {}
-        for one in dissect(policy, scores.get(stage, {}), stage):
+        for one in dissect(policy, scores, stage, at_hits):
             hit = hits.get(one.name)
             shown.append(
                 {
@@ -93,13 +94,15 @@ def _rules(
                     "does": hit.action if hit is not None else one.does,
                     "reason": hit.reason if hit is not None else one.reason,
                     "decided": deciding is not None and deciding.rule == one.name,
+                    "scores": {name: score.value for name, score in at_hits.get(one.name, scores).items()},
                 }
             )
     return shown
 
 
 def _detectors(policy: BoundPolicy, record: RequestRecord) -> list[Json]:
-    """Each detector with its score: of the answer where it was scored there, else of the prompt."""
+    """Each detector with its score: of the answer where it was scored there, the highest of all times, else of the
+    prompt."""
     of_answer = record.answer.scores if record.answer is not None else {}
     shown = []
     for name, detector in policy.detectors.items():

@@ -69,9 +69,15 @@ class DissectedRule:
     condition: Node | None
 
 
-def dissect(policy: BoundPolicy, scores: Mapping[str, Score], stage: Stage) -> list[DissectedRule]:
-    """The rules of one stage, in the policy's order."""
-    return [_rule(policy, one, scores) for one in policy.rules if one.rule.stage == stage]
+def dissect(
+    policy: BoundPolicy,
+    scores: Mapping[str, Score],
+    stage: Stage,
+    met: Mapping[str, Mapping[str, Score]] | None = None,
+) -> list[DissectedRule]:
+    """The rules of one stage, in the policy's order. ``met``: by rule, the scores to judge it on instead."""
+    met = met or {}
+    return [_rule(policy, one, met.get(one.rule.name, scores)) for one in policy.rules if one.rule.stage == stage]
 
 
 def _rule(policy: BoundPolicy, one: CompiledRule, scores: Mapping[str, Score]) -> DissectedRule:

@@ -130,7 +130,11 @@ class CompiledRule:
 def decide(rules: Sequence[CompiledRule], scores: Mapping[str, Score], stage: Stage = "prompt") -> Decision:
     """The outcome of one stage's rules. Without an enforced hit the request is allowed."""
     here = [compiled for compiled in rules if compiled.rule.stage == stage]
-    hits = tuple(hit for compiled in here if (hit := compiled.hit(scores)) is not None)
+    return decision_of(here, [hit for compiled in here if (hit := compiled.hit(scores)) is not None])
+
+
+def decision_of(rules: Sequence[CompiledRule], hits: Sequence[RuleHit]) -> Decision:
+    """What these hits of these rules come to."""
     enforced = [hit for hit in hits if hit.mode == "enforce"]
     decisive = _most_severe(enforced)
     acts = decisive is not None and not decisive.on_error
@@ -139,11 +143,11 @@ def decide(rules: Sequence[CompiledRule], scores: Mapping[str, Score], stage: St
         rule=decisive.rule if decisive else None,
         reason=decisive.reason if decisive else "no rule hit",
         message=decisive.message if decisive else "",
-        hits=hits,
+        hits=tuple(hits),
         steer=decisive.steer if decisive else (),
         flags=tuple(hit.rule for hit in enforced if hit.action == "flag"),
         would=worst.action if (worst := _most_severe(hits)) else "allow",
-        by=next((one.rule for one in here if acts and decisive and one.rule.name == decisive.rule), None),
+        by=next((one.rule for one in rules if acts and decisive and one.rule.name == decisive.rule), None),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from detectors.base import Score
+from guard.policy.over_time import Spread
 from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find
 
 UNDECIDED = "none"
@@ -18,9 +19,35 @@ UNDECIDED = "none"
 
 
 @dataclass(frozen=True)
+class RecordedAnswer:
+    """What was made of one answer. ``whole``, ``end``: by detector's name, its scores over all the times that it was
+    judged, and at its end. ``complete``: it was judged to its end; None in lines of versions that did not write it,
+    which have the first scores of a stream and not the highest. ``digests``: as in ``Recorded``. ``beside``: what the
+    shadow policy made of it."""
+
+    action: str
+    rule: str | None
+    reason: str | None
+    complete: bool | None
+    whole: Mapping[str, Spread]
+    end: Mapping[str, Spread]
+    digests: Mapping[str, str]
+    beside: RecordedAnswer | None = None
+
+    def spread(self, name: str, digest: str, *, end: bool) -> Spread | None:
+        """What a policy's detector would have said; None when nothing like it was measured."""
+        if self.digests or self.beside is not None:
+            name = next((mine for mine, measured in self.digests.items() if measured == digest), "")
+        found = (self.end if end else self.whole).get(name)
+        return self.beside.spread(name, digest, end=end) if found is None and self.beside is not None else found
+
+
+@dataclass(frozen=True)
 class Recorded:
-    """One request. ``scores`` by detector's name, ``by_digest`` by what was measured, the shadow policy's among them.
-    ``gates``: by rule, what the engine told of its gate.
+    """One request. ``action``: of its prompt; ``rule``, ``reason``: of what decided, prompt or answer. ``scores`` by
+    detector's name, ``by_digest`` by what was measured, the shadow policy's among them. ``gates``: by rule, what the
+    engine told of its gate. ``whole_action``: of prompt and answer. ``answers``: those that were generated again,
+    then the last; none where no rule judged answers.
 
     ``digests`` is empty in lines of versions that did not write them; names are then all there is to go by.
     """
@@ -36,6 +63,12 @@ class Recorded:
     digests: Mapping[str, str]
     by_digest: Mapping[str, Score]
     gates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    whole_action: str = UNDECIDED
+    answers: tuple[RecordedAnswer, ...] = ()
+    attempts: int = 0
+    streamed: bool = False
+    route: str = ""
+    outcome: str = ""
 
     @property
     def policy_name(self) -> str:
@@ -43,7 +76,7 @@ class Recorded:
 
     def score(self, name: str, digest: str) -> Score | None:
         """The score that a policy's detector would have got; None when nothing like it was measured."""
-        return self.by_digest.get(digest) if self.digests else self.scores.get(name)
+        return self.by_digest.get(digest) if self.by_digest else self.scores.get(name)
 
 
 def read_ledger(path: Path) -> Iterator[Recorded | None]:
@@ -63,7 +96,7 @@ def find_request(path: Path, request_id: str) -> Recorded:
 
 def _recorded(entry: Entry) -> Recorded | None:
     try:
-        shadow = entry.get("shadow") or {}
+        shadow, answer = entry.get("shadow") or {}, entry.get("answer") or {}
         scores = _scores(entry)
         by_digest = {digest: scores[name] for name, digest in entry.get("measured", {}).items()}
         beside = _scores(shadow) if shadow else {}
@@ -72,7 +105,7 @@ def _recorded(entry: Entry) -> Recorded | None:
             request_id=str(entry["request_id"]),
             client_request_id=entry.get("client_request_id"),
             policy=f"{entry['policy']}@{entry['policy_hash'][:12]}",
-            # Prompts are decided again; lines of versions that judged no answers have one action.
+            # Lines of versions that judged no answers have one action.
             action=str(entry.get("prompt_action", entry["action"])),
             rule=entry["rule"],
             reason=entry["reason"],
@@ -81,9 +114,39 @@ def _recorded(entry: Entry) -> Recorded | None:
             digests=dict(entry.get("measured", {})),
             by_digest=by_digest,
             gates={str(rule): dict(told) for rule, told in entry.get("gates", {}).items()},
+            whole_action=str(entry["action"]),
+            answers=tuple(map(_answer, [*answer.get("earlier", ()), answer])) if answer else (),
+            attempts=int(answer.get("attempts", 0)),
+            streamed=bool(entry.get("streamed")),
+            route=str(entry.get("route")),
+            outcome=str(entry.get("outcome")),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _answer(told: Mapping[str, Any]) -> RecordedAnswer:
+    whole = {name: Spread().also(score) for name, score in _scores(told).items()}
+    whole |= {str(name): _spread(one) for name, one in told.get("over_time", {}).items()}
+    complete = told.get("complete")
+    return RecordedAnswer(
+        action=str(told["action"]),
+        rule=told["rule"],
+        reason=told["reason"],
+        complete=None if complete is None else bool(complete),
+        whole=whole,
+        end=whole | {str(name): _spread(one) for name, one in told.get("at_end", {}).items()},
+        digests=dict(told.get("measured", {})),
+        beside=_answer(shadow) if (shadow := told.get("shadow")) else None,
+    )
+
+
+def _spread(told: Mapping[str, Any]) -> Spread:
+    lowest, highest = (
+        None if told[end] is None else Score("scored", float(told[end])) for end in ("lowest", "highest")
+    )
+    without = tuple(_score(None, str(status), bool(told["timed_out"])) for status in told["without"])
+    return Spread(lowest, highest, without)
 
 
 def _scores(entry: Mapping[str, Any]) -> dict[str, Score]:
@@ -95,4 +158,6 @@ def _score(value: float | None, status: str, late: bool) -> Score:
     kind, _, reason = status.partition(": ")
     if kind == "scored" and value is not None:
         return Score("scored", float(value))
-    return Score("not_applicable" if kind == "not_applicable" else "unavailable", reason=reason, timed_out=late)
+    if kind == "not_applicable":
+        return Score("not_applicable", reason=reason)
+    return Score("unavailable", reason=reason, timed_out=late)

@@ -1,23 +1,34 @@
 """``guard policy replay``: what a candidate policy would have decided on requests that a ledger has scores of.
 
 Owns the comparison and its summary. Nothing is measured again: a request whose scores the candidate would have read
-otherwise is counted apart, and never guessed.
+otherwise is counted apart, and never guessed. Of prompt and answers the most severe decision is compared.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from guard.policy.engine import CompiledRule, decide
+from guard.policy.engine import CompiledRule, Decision, decide
+from guard.policy.judges import LATER
 from guard.policy.loading import LoadedPolicy, digests
-from guard.policy.recorded import UNDECIDED, Recorded
-from guard.policy.schema import SEVERITY, detectors_in
+from guard.policy.over_time import Spread, decide_answer
+from guard.policy.recorded import UNDECIDED, Recorded, RecordedAnswer
+from guard.policy.schema import SEVERITY, Stage, detectors_in
 
 FailOn = Literal["any", "looser", "stricter"]
 MAX_EXAMPLES = 3
+
+ANEW = ("retry", "route")
+"""What asks for another answer."""
+
+WITHOUT_ANSWER = ("refused", "guard_unavailable", "upstream_error", "upstream_unavailable", "internal_error")
+"""Outcomes of requests that got no answer from the model, where the entry has none that was judged."""
+
+NOT_JUDGED = ("/v1/embeddings", "/v1/rerank")
+"""Routes without an answer in words."""
 
 
 @dataclass
@@ -38,7 +49,9 @@ class Change:
 @dataclass
 class Replayed:
     """What came out. ``undecided``: requests that ended before a decision; ``incomplete``: those whose entry lacks a
-    score that the candidate reads, by detector in ``not_measured``; ``others``: those that another policy judged than
+    score that the candidate reads, by detector in ``not_measured``, or something else, in ``not_told``;
+    ``prompts_alone``: compared ones of which only the decision on the prompt is known, since it is another one;
+    ``others``: those that another policy judged than
     the one asked for; ``unreadable``: lines that are no entry."""
 
     compared: int = 0
@@ -46,7 +59,9 @@ class Replayed:
     changes: dict[tuple[str, str], Change] = field(default_factory=dict)
     undecided: int = 0
     not_measured: Counter[str] = field(default_factory=Counter)
+    not_told: Counter[str] = field(default_factory=Counter)
     incomplete: int = 0
+    prompts_alone: int = 0
     others: int = 0
     unreadable: int = 0
 
@@ -78,10 +93,33 @@ class Replayed:
             "unchanged": dict(self.unchanged),
             "undecided": self.undecided,
             "not_measured": dict(self.not_measured),
+            "not_told": dict(self.not_told),
             "incomplete": self.incomplete,
+            "prompts_alone": self.prompts_alone,
             "others": self.others,
             "unreadable": self.unreadable,
         }
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Rules, and what the detectors that those of each stage read measure, by name."""
+
+    rules: Sequence[CompiledRule]
+    measured_as: Mapping[Stage, Mapping[str, str]]
+
+    @property
+    def judges_answers(self) -> bool:
+        return any(one.rule.stage != "prompt" for one in self.rules)
+
+
+class _NotToldError(Exception):
+    """A request cannot be decided again. ``missing``: detectors that the ledger has no score of; the message says what
+    else is missing."""
+
+    def __init__(self, reason: str = "", missing: Iterable[str] = ()) -> None:
+        super().__init__(reason)
+        self.missing = sorted(missing)
 
 
 def replay(
@@ -90,13 +128,17 @@ def replay(
     entries: Iterable[Recorded | None],
     judged_by: str | None = None,
 ) -> Replayed:
-    """Compare the recorded decisions with the candidate's on the same scores. ``rules``: the candidate's, compiled.
+    """Compare the recorded decisions, on prompts and answers, with the candidate's on the same scores. ``rules``: the
+    candidate's, compiled.
 
     ``judged_by``: only requests that the policy of this name judged.
     """
     result = Replayed()
-    used = {name for one in rules if one.rule.stage == "prompt" for name in detectors_in(one.rule)}
-    measured_as = {name: digest for name, digest in digests(loaded).items() if name in used}
+    measures = digests(loaded)
+    stages: tuple[Stage, ...] = ("prompt", "stream", "output")
+    read = {stage: {name for one in rules if one.rule.stage == stage for name in detectors_in(one.rule)}
+            for stage in stages}  # fmt: skip
+    candidate = _Candidate(rules, {at: {name: measures[name] for name in names} for at, names in read.items()})
     for entry in entries:
         if entry is None:
             result.unreadable += 1
@@ -105,26 +147,91 @@ def replay(
         elif entry.action == UNDECIDED:
             result.undecided += 1
         else:
-            _compare(result, rules, measured_as, entry)
+            try:
+                _compare(result, candidate, entry)
+            except _NotToldError as why:
+                result.incomplete += 1
+                result.not_measured.update(why.missing)
+                result.not_told.update([str(why)] if str(why) else [])
     return result
 
 
-def _compare(result: Replayed, rules: Sequence[CompiledRule], measured_as: dict[str, str], entry: Recorded) -> None:
-    found = {name: entry.score(name, digest) for name, digest in measured_as.items()}
-    if missing := sorted(name for name, score in found.items() if score is None):
-        result.incomplete += 1
-        result.not_measured.update(missing)
-        return
-    decision = decide(rules, {name: score for name, score in found.items() if score is not None})
+def same_way(one: str, other: str) -> bool:
+    """Whether after these decisions on a prompt the model is asked the same."""
+    return one == other or {one, other} <= {"allow", "flag"}
+
+
+def _compare(result: Replayed, candidate: _Candidate, entry: Recorded) -> None:
+    """Raises ``_NotToldError``."""
+    found = {name: entry.score(name, digest) for name, digest in candidate.measured_as["prompt"].items()}
+    if missing := [name for name, score in found.items() if score is None]:
+        raise _NotToldError(missing=missing)
+    prompt = decide(candidate.rules, {name: score for name, score in found.items() if score is not None})
+    decisions, before = [prompt], [entry.action]
+    judged = candidate.judges_answers and prompt.action != "block"
+    if judged and not same_way(entry.action, prompt.action):
+        # Of the answer that would have come nothing is known; that the prompt's decision is another one is.
+        result.prompts_alone += 1
+    else:
+        before += [entry.whole_action, *(one.action for one in entry.answers)]
+        decisions += _of_answers(candidate, entry) if judged else []
+    worst = max(decisions, key=lambda one: _severity(one.action))
+    _count(result, max(before, key=_severity), worst, entry.request_id)
+
+
+def _of_answers(candidate: _Candidate, entry: Recorded) -> list[Decision]:
+    """What the candidate decides on each answer, as long as it goes on as it went. Raises ``_NotToldError``."""
+    if not entry.answers:
+        if entry.action == "block" or entry.outcome in WITHOUT_ANSWER or entry.route in NOT_JUDGED:
+            return []
+        raise _NotToldError(missing={name for stage in LATER for name in candidate.measured_as[stage]})
+    if entry.streamed and any(one.complete is None for one in entry.answers):
+        raise _NotToldError("lines of an older version, which has the first scores of a stream")
+    if len(entry.answers) <= entry.attempts:
+        raise _NotToldError("lines of an older version, which has only the last of several answers")
+    decisions: list[Decision] = []
+    attempts: Counter[str] = Counter()
+    for answer in entry.answers:
+        outcome = decide_answer(candidate.rules, *_spreads(candidate, answer))
+        if outcome.unsure:
+            raise _NotToldError(f"which scores met while the answer grew, for rule {outcome.unsure[0]}")
+        decision = outcome.decision
+        if again := decision.action in ANEW:
+            # As often as its rule says; after that it is a block.
+            again = decision.by is not None and attempts[decision.by.name] < decision.by.attempts
+            attempts.update([decision.by.name] if decision.by is not None else [])
+            decision = decision if again else replace(decision, action="block")
+        decisions.append(decision)
+        if not again or answer.action != decision.action:
+            break
+    return decisions
+
+
+def _spreads(candidate: _Candidate, answer: RecordedAnswer) -> tuple[dict[str, Spread], dict[str, Spread] | None]:
+    """Those that the rules of both stages read. Raises ``_NotToldError``."""
+    ended = answer.complete is not False
+    read: dict[Stage, dict[str, Spread | None]] = {
+        stage: {name: answer.spread(name, digest, end=stage == "output")
+                for name, digest in candidate.measured_as[stage].items()}
+        for stage in LATER
+        if stage == "stream" or ended
+    }  # fmt: skip
+    if missing := {name for found in read.values() for name, one in found.items() if one is None}:
+        raise _NotToldError(missing=missing)
+    told = {stage: {name: one for name, one in found.items() if one is not None} for stage, found in read.items()}
+    return told["stream"], told.get("output")
+
+
+def _count(result: Replayed, before: str, decision: Decision, request_id: str) -> None:
     result.compared += 1
-    if decision.action == entry.action:
-        result.unchanged[entry.action] += 1
+    if decision.action == before:
+        result.unchanged[before] += 1
         return
-    change = result.changes.setdefault((entry.action, decision.action), Change(entry.action, decision.action))
+    change = result.changes.setdefault((before, decision.action), Change(before, decision.action))
     change.requests += 1
     change.rules[decision.rule or "no rule"] += 1
     if len(change.examples) < MAX_EXAMPLES:
-        change.examples.append(entry.request_id)
+        change.examples.append(request_id)
 
 
 def summary(result: Replayed) -> list[str]:
@@ -143,9 +250,15 @@ def summary(result: Replayed) -> list[str]:
         lines.append(f"  {result.others} requests were judged by other policies")
     if result.undecided:
         lines.append(f"  {result.undecided} requests ended before a decision")
+    if result.prompts_alone:
+        lines.append(f"  {result.prompts_alone} of those that change would get an answer that nobody has judged")
     if result.incomplete:
         missing = ", ".join(f"{name} {count}" for name, count in result.not_measured.most_common())
-        lines.append(f"  {result.incomplete} requests lack a score as this policy measures it: {missing}")
+        lacking = result.incomplete - result.not_told.total()
+        if lacking:
+            lines.append(f"  {lacking} requests lack a score as this policy measures it: {missing}")
+        lines += [f"  {count} requests cannot be decided again: not told: {why}"
+                  for why, count in result.not_told.most_common()]  # fmt: skip
     if result.unreadable:
         lines.append(f"  {result.unreadable} lines are no entries")
     return lines

@@ -171,6 +171,7 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
     attempts: Counter[str] = Counter()
     if decision.by is not None and decision.by.stage == "output":
         attempts[decision.by.name] = 1
+        _keep_earlier(asking.exchange.record)
     judges, request = asking.judges, asking.request
     steerings: Sequence[Steering] = judges.live.armed
     while True:
@@ -202,7 +203,14 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
         if attempts[rule.name] >= rule.attempts:
             return await _give_up(asking, wanted)
         attempts[rule.name] += 1
+        _keep_earlier(asking.exchange.record)
         decision = wanted
+
+
+def _keep_earlier(record: RequestRecord) -> None:
+    """What was made of the answer that another one is to take the place of."""
+    if record.answer is not None:
+        record.earlier += (record.answer,)
 
 
 async def _give_up(asking: _Asking, wanted: Decision) -> None:

@@ -32,7 +32,11 @@ async def relay_judged(
     """Answer the client. A decision comes back when it wants another answer first; then nothing was sent."""
     exchange.record.course = judge.course
     if isinstance(answer, StreamedAnswer):
-        return await _Stream(exchange, request, answer, judge, attempts).run()
+        try:
+            return await _Stream(exchange, request, answer, judge, attempts).run()
+        finally:
+            # However it ended: what rules made of it until then.
+            exchange.record.answer = judge.answered(attempts) or exchange.record.answer
     return await _whole(exchange, request, await answer.whole(), judge, attempts)
 
 

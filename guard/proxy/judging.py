@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from detectors.base import Score, SecondPass
 from guard.mia.results import Readouts, join
-from guard.policy import Decision, Judges, Question, RuleHit
+from guard.policy import BoundPolicy, Decision, Judges, Question, RuleHit
 from guard.policy.judges import LATER, STREAM
 from guard.policy.measuring import NOT_YET, Measurement, Part
+from guard.policy.over_time import Seen
 from guard.policy.schema import SEVERITY, Stage, detectors_in
 from guard.proxy.readouts import most_complete
 from guard.proxy.second_pass import PassReader, SecondPassError
@@ -59,17 +60,46 @@ class Mark:
 
 @dataclass(frozen=True)
 class Ruling:
-    """``decision``: of all choices the most severe, with everything that hit."""
+    """``decision``: of all choices the most severe, with everything that hit. scores: of the text that decided, when it
+    did; ``beside``: of the shadow policy's detectors."""
 
     choice: int
     scores: Mapping[str, Score]
     decision: Decision
     shadow: Decision | None
+    beside: Mapping[str, Score] = field(default_factory=dict)
+
+
+@dataclass
+class _Kept:
+    """What one policy's detectors said of an answer. ``met``: by rule that hit, how severely and on which scores."""
+
+    seen: Seen = field(default_factory=Seen)
+    met: dict[str, tuple[int, Mapping[str, Score]]] = field(default_factory=dict)
+
+    def add(self, texts: Sequence[tuple[Mapping[str, Score], Decision]]) -> None:
+        """Once judged; scores of each text and what they came to."""
+        self.seen.add([scores for scores, _ in texts])
+        for scores, decision in texts:
+            for hit in decision.hits:
+                if hit.rule not in self.met or self.met[hit.rule][0] < hit.severity:
+                    self.met[hit.rule] = (hit.severity, scores)
+
+    def answered(
+        self, choice: int, decision: Decision, policy: BoundPolicy, attempts: int, *, complete: bool
+    ) -> Answered:
+        hits = [policy.rule(hit.rule) for hit in decision.hits if not hit.on_error]
+        scores = self.seen.scores({name for rule in hits for name in detectors_in(rule)})
+        met = {rule: on for rule, (_, on) in self.met.items()}
+        return Answered(
+            choice, scores, decision, None, attempts, None, complete, dict(self.seen.whole), self.seen.end, met
+        )
 
 
 @dataclass
 class AnswerJudge:
-    """One answer. ``prompt``: readouts of its prompt as far as there are any; ``reason``: why there are none."""
+    """One answer. ``prompt``: readouts of its prompt as far as there are any; ``reason``: why there are none;
+    ``complete``: it was judged to its end."""
 
     judges: Judges
     asked: Question
@@ -82,6 +112,9 @@ class AnswerJudge:
     ruling: Ruling | None = None
     second_pass_s: float | None = None
     course: list[Moment] = field(default_factory=list)
+    complete: bool = False
+    _live: _Kept = field(default_factory=_Kept)
+    _beside: _Kept = field(default_factory=_Kept)
     _grown: dict[int, Readouts] = field(default_factory=dict)
     _taken: int = 0
     _read: dict[Unit, tuple[str, dict[str, Score]]] = field(default_factory=dict)
@@ -114,8 +147,8 @@ class AnswerJudge:
         for unit in self._units(readouts):
             known = {**texts.get(unit, {}), **passes.get(unit, passes.get(NOWHERE, {}))}
             found.append(self._judged(unit, known, readouts, stages))
-        if self.judges_streams:
-            self._note(found)
+        self.complete = complete
+        self._note(found)
         rulings = [*([self.ruling] if self.ruling else []), *found]
         worst = max(rulings, key=lambda one: _severity(one.decision))
         shadows = [one.shadow for one in rulings if one.shadow is not None]
@@ -127,7 +160,11 @@ class AnswerJudge:
         return self.ruling
 
     def _note(self, found: Sequence[Ruling]) -> None:
-        """Put the scores of this moment to the answer's course."""
+        """Put the scores of this moment to those before, and to the answer's course."""
+        self._live.add([(one.scores, one.decision) for one in found])
+        self._beside.add([(one.beside, one.shadow) for one in found if one.shadow is not None])
+        if not self.judges_streams:
+            return
         names = dict.fromkeys(name for one in found for name in one.scores)
         values = {name: [one.scores[name].value for one in found if name in one.scores] for name in names}
         worst = {
@@ -139,10 +176,14 @@ class AnswerJudge:
 
     def answered(self, attempts: int) -> Answered | None:
         """What the record says of it."""
-        one = self.ruling
+        one, shadow = self.ruling, self.judges.shadow
         if one is None:
             return None
-        return Answered(one.choice, one.scores, one.decision, one.shadow, attempts, self.second_pass_s)
+        beside = None
+        if one.shadow is not None and shadow is not None and shadow.rules_of_answers:
+            beside = self._beside.answered(one.choice, one.shadow, shadow, attempts, complete=self.complete)
+        answered = self._live.answered(one.choice, one.decision, self.judges.live, attempts, complete=self.complete)
+        return replace(answered, shadow=beside, second_pass_s=self.second_pass_s)
 
     def redact(self, frame: Frame) -> None:
         """Take out of a frame what is marked there."""
@@ -287,7 +328,7 @@ class AnswerJudge:
         decision = _joined(max(live, key=_severity), live)
         self.marks[unit] = self._marks(decision, scores.live)
         shadow = _joined(max(shadows, key=_severity), shadows) if shadows else None
-        return Ruling(unit[0], scores.live, decision, shadow)
+        return Ruling(unit[0], scores.live, decision, shadow, scores.shadow)
 
     def _marks(self, decision: Decision, scores: Mapping[str, Score]) -> list[Mark]:
         found = []

@@ -60,7 +60,8 @@ DETECTOR_RESULTS = Family(
 DETECTOR_SCORE = Family(
     "guard_detector_score",
     "histogram",
-    "Scores of detectors; higher is likelier what the detector looks for.",
+    "Scores of detectors; higher is likelier what the detector looks for. Of an answer that is judged several times "
+    "while it grows, the highest.",
     DETECTOR_LABELS,
     SCORE_BUCKETS,
 )

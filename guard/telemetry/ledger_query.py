@@ -99,11 +99,15 @@ def _rules(entry: Entry) -> set[str]:
 
 
 def _reaches(entry: Entry, detector: str, least: float) -> bool:
-    """By the score of the prompt or of the answer."""
+    """By the score of the prompt, or any that the answer had."""
     answer = entry.get("answer")
-    for part in (entry, answer if isinstance(answer, dict) else {}):
-        scores = part.get("scores")
-        score = scores.get(detector) if isinstance(scores, dict) else None
-        if isinstance(score, int | float) and score >= least:
-            return True
+    answer = answer if isinstance(answer, dict) else {}
+    earlier = answer.get("earlier")
+    for part in (entry, answer, *(earlier if isinstance(earlier, list) else ())):
+        for field_name in ("scores", "over_time"):
+            scores = part.get(field_name)
+            score = scores.get(detector) if isinstance(scores, dict) else None
+            score = score.get("highest") if isinstance(score, dict) else score
+            if isinstance(score, int | float) and score >= least:
+                return True
     return False

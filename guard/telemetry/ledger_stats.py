@@ -45,7 +45,9 @@ class Stats:
         for name, counter in self.counts.items():
             counter[str(entry.get(name) or "-")] += 1
         self.rules.update(map(str, entry.get("rules") or ()))
-        for name, status in (entry.get("detectors") or {}).items():
+        answer = entry.get("answer") or {}
+        # One that was scored on both counts by the prompt, as in the metrics.
+        for name, status in {**(answer.get("detectors") or {}), **(entry.get("detectors") or {})}.items():
             self.detectors.setdefault(str(name), Counter())[str(status).partition(":")[0]] += 1
         tokens = entry.get("tokens") or {}
         self.prompt_tokens += tokens.get("prompt") or 0

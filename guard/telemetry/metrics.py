@@ -221,9 +221,9 @@ class Metrics:
 
     def _count_shadow(self, record: RequestRecord, shadow: Beside) -> None:
         answered = record.answer.shadow if record.answer else None
-        for hit in (*shadow.decision.hits, *(answered.hits if answered else ())):
+        for hit in (*shadow.decision.hits, *(answered.decision.hits if answered else ())):
             self.rule_hits.labels(shadow.policy, hit.rule, hit.action, "shadow").inc()
-        self.shadow_decisions.labels(record.policy, shadow.policy, record.action, shadow.decision.action).inc()
+        self.shadow_decisions.labels(record.policy, shadow.policy, record.action, record.shadow_action).inc()
 
     def count_entries(self, result: Result, entries: int) -> None:
         self.ledger_entries.labels(result).inc(entries)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from detectors.base import Score
 from guard.policy import Decision, RuleHit
+from guard.policy.over_time import Spread
 from guard.policy.schema import SEVERITY
 
 Outcome = Literal[
@@ -51,18 +52,25 @@ class Beside:
 
 @dataclass(frozen=True)
 class Answered:
-    """What was made of the answer. ``choice``: the one that decided; ``scores``: of its worst text.
+    """What was made of the answer. ``choice``: the one that decided; ``scores``: of each detector the highest, of all
+    its texts and all the times that it was judged.
 
-    ``shadow``: what the shadow policy made of the same. ``attempts``: how often the answer was generated again.
-    ``second_pass_s``: how long detectors had the model read about it; None where none did.
+    ``shadow``: what the shadow policy made of the same; None where it has no rules for answers. ``attempts``: how often
+    the answer was generated again. ``second_pass_s``: how long detectors had the model read about it; None where none
+    did. ``complete``: it was judged to its end. ``whole``, ``end``: all scores of a detector, and those at the end.
+    ``met``: by rule that hit, the scores that it hit on; not in the ledger.
     """
 
     choice: int
     scores: Mapping[str, Score]
     decision: Decision
-    shadow: Decision | None
+    shadow: Answered | None
     attempts: int
     second_pass_s: float | None = None
+    complete: bool = True
+    whole: Mapping[str, Spread] = field(default_factory=dict)
+    end: Mapping[str, Spread] = field(default_factory=dict)
+    met: Mapping[str, Mapping[str, Score]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,9 +99,9 @@ class RequestRecord:
     those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
     ``frames``: of a streamed answer, that came. ``held_s``: longest time that rules kept a part of a stream back.
-    ``limit``: whose, and which, refused it. ``course``: how a stream's scores went; not in the ledger. When:
-    ``began_s`` its body was read, ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the
-    prompt."""
+    ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``course``: how a stream's
+    scores went; not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was first sent upstream,
+    ``decided_s`` there was a decision on the prompt."""
 
     route: str
     policy: str
@@ -114,6 +122,7 @@ class RequestRecord:
     gates: Mapping[str, GateReport] = field(default_factory=dict)
     shadow: Beside | None = None
     answer: Answered | None = None
+    earlier: tuple[Answered, ...] = ()
     course: Sequence[Moment] = ()
     outcome: Outcome = "internal_error"
     error_code: str | None = None
@@ -145,6 +154,13 @@ class RequestRecord:
         if not self.complete or self.completion_tokens is None:
             completion = max(completion, self.frames, self.most_completion_tokens)
         return self.earlier_tokens + prompt + completion
+
+    @property
+    def shadow_action(self) -> str:
+        """What the shadow policy would have done, with prompt and answer the more severe; ``none`` without one."""
+        answered = self.answer.shadow if self.answer else None
+        both = [one.decision for one in (self.shadow, answered) if one is not None]
+        return max((one.action for one in both), key=lambda one: SEVERITY[one], default="none")
 
     @property
     def action(self) -> str:
@@ -194,7 +210,7 @@ class RequestRecord:
             "gates": {rule: asdict(report) for rule, report in self.gates.items()},
             **_scores(self.scores, self.measured),
             "shadow": _beside(self.shadow) if self.shadow else None,
-            "answer": _answered(self.answer, self.measured) if self.answer else None,
+            "answer": self._answer_entry(self.answer) if self.answer else None,
             "outcome": self.outcome,
             "error_code": self.error_code,
             "status": self.status,
@@ -207,6 +223,15 @@ class RequestRecord:
                 "upstream_first_byte": _ms(self.upstream_first_byte_s),
                 "upstream": _ms(self.upstream_s),
             },
+        }
+
+    def _answer_entry(self, answer: Answered) -> dict[str, Any]:
+        beside = self.shadow.measured if self.shadow else {}
+        return {
+            "attempts": answer.attempts,
+            "second_pass_ms": _ms(answer.second_pass_s),
+            **_answered(answer, self.measured, beside),
+            "earlier": [_answered(one, self.measured, beside) for one in self.earlier if one is not answer],
         }
 
 
@@ -244,8 +269,12 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "shadow": "What the shadow policy beside would have done: policy, policy_hash, action, rule, reason, hits, scores, "
     "detectors, timed_out, details, passages, measured, all as above; null without one.",
     "answer": "What rules of the stages stream and output made of the answer: the choice that decided, action, rule, "
-    "reason, its scores, detectors, timed_out, details, passages, measured, how many attempts there were to generate "
-    "it again, what the shadow policy would have done (would), and how long detectors had the model read about it "
+    "reason; scores, detectors, timed_out, details, passages, measured, where a score is the highest that the detector "
+    "gave any of its texts at any time while it grew; over_time, of detectors that said more than one thing of it: "
+    "lowest, highest, without (what stood there instead of a score), timed_out; at_end, the same of the last time that "
+    "it was judged, where that differs; complete, whether that was its end; how many attempts there were to generate "
+    "it again, and earlier, the same of the answers before; what the shadow policy would have done (would), on what "
+    "(shadow: as above; null where it has no rules for answers), and how long detectors had the model read about it "
     "(second_pass_ms); null when no rule judges answers, or there was none.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
@@ -288,16 +317,36 @@ def _beside(shadow: Beside) -> dict[str, Any]:
     }
 
 
-def _answered(answer: Answered, measured: Mapping[str, str]) -> dict[str, Any]:
+def _answered(answer: Answered, measured: Mapping[str, str], beside: Mapping[str, str]) -> dict[str, Any]:
+    shadow = answer.shadow
     return {
         "choice": answer.choice,
+        "would": shadow.decision.action if shadow else None,
+        **_judged(answer, measured),
+        "complete": answer.complete,
+        "shadow": _judged(shadow, beside) if shadow else None,
+    }
+
+
+def _judged(answer: Answered, measured: Mapping[str, str]) -> dict[str, Any]:
+    whole = {name: one for name, one in answer.whole.items() if len(one.seen) > 1}
+    end = {name: one for name, one in answer.end.items() if one.seen != answer.whole[name].seen}
+    return {
         "action": answer.decision.action,
         "rule": answer.decision.rule,
         "reason": answer.decision.reason,
-        "attempts": answer.attempts,
-        "would": answer.shadow.action if answer.shadow else None,
-        "second_pass_ms": _ms(answer.second_pass_s),
         **_scores(answer.scores, measured),
+        "over_time": {name: _spread(one) for name, one in whole.items()},
+        "at_end": {name: _spread(one) for name, one in end.items()},
+    }
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    return {
+        "lowest": spread.lowest.value if spread.lowest else None,
+        "highest": spread.highest.value if spread.highest else None,
+        "without": [_status(one) for one in spread.without],
+        "timed_out": any(one.timed_out for one in spread.without),
     }
 
 

@@ -189,6 +189,9 @@ class _Spans:
         if (answer := record.answer) is not None:
             one = _Judged(record.policy, record.policy_hash, answer.decision, answer.scores, record.measured)
             self._judged(one, "llm_output", decided_s, self._end_s)
+            if (would := answer.shadow) is not None and beside is not None:
+                one = _Judged(beside.policy, beside.policy_hash, would.decision, would.scores, beside.measured)
+                self._judged(one, "llm_output", decided_s, self._end_s, shadow=True)
 
     def _tell_request(self) -> None:
         from opentelemetry.trace import StatusCode

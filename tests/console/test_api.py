@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from detectors import registry
+from detectors.base import Score
 from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER
 from tests.console.conftest import Console, StartConsole
@@ -160,6 +162,51 @@ rules:
     assert [one["tokens"] for one in course] == sorted(one["tokens"] for one in course)
     assert course[0]["scores"]["words"] == 0.0
     assert course[-1]["scores"]["words"] == 1.0
+
+
+class Fading:
+    """Nothing but the last word counts, so that its score falls again."""
+
+    kind = "fading"
+    thresholds: dict[str, float] = {}  # noqa: RUF012
+
+    def score_text(self, text: str) -> Score:
+        return Score("scored", 0.9 if text.endswith("secret") else 0.3 if text.endswith("told") else 0.1)
+
+
+async def test_a_rule_that_hit_in_a_stream_is_shown_with_the_scores_that_it_hit_on(
+    start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.BUILT_IN, "fading", lambda _path: Fading())
+    policy = """\
+version: 1
+name: test
+streaming: observe
+detectors:
+  fading: {kind: fading}
+rules:
+  - {name: high, stage: stream, when: {detector: fading, at_least: 0.5}, action: flag}
+  - {name: middle, stage: stream, when: {detector: fading, at_least: 0.2, below: 0.5}, action: flag}
+  - {name: never, stage: stream, when: {detector: fading, at_least: 0.95}, action: flag}
+  - {name: at-end, stage: output, when: {detector: fading, at_least: 0.5}, action: flag}
+"""
+    engine = FakeEngine(scripts=[("a", " secret", " was", " told", " to", " me", ".")], word_delay_s=0.05)
+    async with running(engine), start_console(engine, policy) as console:
+        await console.chat(stream=True)
+        _, shown = await console.ask("GET", "/requests/1")
+        _, listed = await console.ask("GET", "/requests?after=0")
+    met = {one["name"]: (one["hit"], one["condition"]["holds"], one["scores"]["fading"]) for one in shown["rules"]}
+    assert met == {
+        "high": (True, True, 0.9),
+        "middle": (True, True, 0.3),
+        "never": (False, False, 0.1),
+        "at-end": (False, False, 0.1),
+    }
+    (detector,) = shown["detectors"]
+    assert (detector["status"], detector["value"]) == ("scored", 0.9)
+    assert listed["requests"][0]["scores"] == {"fading": 0.9}
+    assert shown["entry"]["answer"]["over_time"]["fading"]["lowest"] == 0.1
+    assert shown["entry"]["answer"]["at_end"]["fading"]["highest"] == 0.1
 
 
 async def test_one_prompt_goes_through_two_policies(console: Console) -> None:

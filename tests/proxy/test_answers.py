@@ -8,7 +8,9 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from guard.cli import app
 from tests.proxy.conftest import BLOCKED, BODY, CLEAN, FLAGGED, POLICY, STEERED, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import WORDS, FakeEngine, running
@@ -94,7 +96,10 @@ async def test_retry_generates_again_with_the_vectors_and_judges_it(start_proxy:
         assert (status, text_of(body, stream)) == (200, "all fine")
         assert engine.specs[1] is not None
         assert engine.specs[1]["steer"] == [{"vector": "calm", "layer": 3, "coefficient": 2.0}]
-        assert (await proxy.entry())["answer"]["attempts"] == 1
+        answer = (await proxy.entry())["answer"]
+        assert (answer["attempts"], answer["scores"], answer["action"]) == (1, {"text": 0.0}, "allow")
+        (earlier,) = answer["earlier"]
+        assert (earlier["scores"], earlier["action"]) == ({"text": 1.0}, "retry")
         assert headers["x-guard-action"] == "allow"
 
 
@@ -279,5 +284,14 @@ async def test_a_shadow_policys_rules_for_answers_are_recorded_alone(start_proxy
         assert (status, body) == (200, b"".join(map(engine.frame, LEAK)) + DONE)
         entry = await proxy.entry()
         assert (entry["action"], entry["answer"]["action"], entry["answer"]["would"]) == ("allow", "allow", "block")
+        beside = entry["answer"]["shadow"]
+        assert (beside["rule"], beside["scores"], beside["measured"].keys()) == ("leak", {"text": 1.0}, {"text"})
         metrics = (await proxy.get("/metrics"))[2]
         assert b'guard_rule_hits_total{action="block",mode="shadow",policy="candidate",rule="leak"} 1.0' in metrics
+        would = b'guard_shadow_decisions_total{action="allow",policy="live",shadow="candidate",would="block"} 1.0'
+        assert would in metrics
+        # What it saw is enough to try it on the ledger before it is live.
+        done = CliRunner().invoke(
+            app, ["policy", "replay", str(path / "b.yaml"), "--ledger", str(proxy.ledger), "--json"]
+        )
+        assert json.loads(done.output)["changes"][0]["after"] == "block"

@@ -79,6 +79,40 @@ async def test_a_true_answer_passes_whole_though_nothing_is_known_of_its_first_t
         assert (await proxy.entry())["answer"]["action"] == "allow"
 
 
+SCORED = """\
+version: 1
+name: test
+streaming: window
+window_tokens: 4
+detectors: {made_up: {kind: h_node}}
+rules:
+  - {name: made-up, stage: stream, when: {detector: made_up, BOUND}, action: flag}
+  - {name: low, stage: stream, when: {detector: made_up, below: 0.001}, action: flag}
+"""
+
+
+@pytest.mark.parametrize("bound", ["at_least: 0.5", "at_least: 0.99999"])
+async def test_a_streams_recorded_score_is_the_highest_of_all_times_wherever_it_is_told(
+    start_proxy: StartProxy, bound: str
+) -> None:
+    """Whether a rule hit on it or not; not that of the first time, at which there was nothing to score."""
+    words = tuple(f" w{i}" for i in range(20))
+    engine = FakeEngine(scripts=[words], progress=[None, TRUE, *[MADE_UP] * 8, *[TRUE] * 10], word_delay_s=0.01)
+    highest = pytest.approx(0.9933, abs=1e-4)
+    async with running(engine), start_proxy(engine, SCORED.replace("BOUND", bound)) as proxy:
+        await proxy.post(STREAM)
+        answer = (await proxy.entry())["answer"]
+        assert (answer["scores"]["made_up"], answer["detectors"]["made_up"]) == (highest, "scored")
+        assert (answer["complete"], answer["earlier"]) == (True, [])
+        assert answer["action"] == ("flag" if bound.endswith(" 0.5") else "allow")
+        over_time = answer["over_time"]["made_up"]
+        assert over_time["highest"] == highest
+        assert over_time["without"] == ["not_applicable: the engine has sent nothing of the answer yet"]
+        metrics = (await proxy.get("/metrics"))[2].decode()
+        assert 'guard_detector_results_total{detector="made_up",kind="h_node",status="scored"} 1.0' in metrics
+        assert 'guard_detector_score_sum{detector="made_up",kind="h_node"} 0.99' in metrics
+
+
 @pytest.mark.parametrize("known", [0, 3])
 async def test_an_engine_that_falls_behind_its_answer_is_no_clean_answer(start_proxy: StartProxy, known: int) -> None:
     words = tuple(f" w{i}" for i in range(20))

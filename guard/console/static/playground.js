@@ -3,7 +3,7 @@
 import { get, post } from "./api.js";
 import { h, show } from "./dom.js";
 import { ms } from "./format.js";
-import { detectorList, scoresOf } from "./request.js";
+import { detectorList } from "./request.js";
 import { actionBadge } from "./requests.js";
 import { ruleList } from "./rules.js";
 
@@ -92,7 +92,7 @@ function outcome({ status, answer, error, request }) {
     h("h3", {}, "Scores"),
     detectorList(request.detectors),
     h("h3", {}, "Rules"),
-    ruleList(request.rules, scoresOf(request)),
+    ruleList(request.rules),
   );
 }
 

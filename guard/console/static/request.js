@@ -32,7 +32,6 @@ export function requestView(root, { go, fail }, number) {
 }
 
 /** The scores that a page has, by detector. */
-export const scoresOf = (request) => Object.fromEntries(request.detectors.map((one) => [one.name, one.value]));
 
 export function detectorList(detectors) {
   return h(
@@ -70,7 +69,7 @@ function draw(root, request) {
     h(
       "div",
       { class: "columns" },
-      h("section", {}, h("h2", {}, "Rules"), request.rules.length ? ruleList(request.rules, scoresOf(request)) : h("p", { class: "soft" }, "It did not come to a policy.")),
+      h("section", {}, h("h2", {}, "Rules"), request.rules.length ? ruleList(request.rules) : h("p", { class: "soft" }, "It did not come to a policy.")),
       h(
         "div",
         {},
@@ -80,7 +79,7 @@ function draw(root, request) {
       ),
     ),
     sight,
-    request.shadow && h("section", { class: "wide" }, h("h2", {}, "Shadow: ", request.shadow.policy, " would ", request.shadow.action), ruleList(request.shadow.rules, entry.shadow.scores)),
+    request.shadow && h("section", { class: "wide" }, h("h2", {}, "Shadow: ", request.shadow.policy, " would ", request.shadow.action), ruleList(request.shadow.rules)),
     h("details", { class: "wide" }, h("summary", {}, "The ledger's line"), h("pre", {}, JSON.stringify(entry, null, 2))),
   );
   return drawText(sight, request);

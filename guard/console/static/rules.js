@@ -8,16 +8,16 @@ import { actionBadge } from "./requests.js";
 const STAGES = { prompt: "On the prompt", stream: "While it answered", output: "On the answer" };
 const MARKS = { true: "yes", false: "no", null: "unknown" };
 
-/** rules: as the request's page has them; scores: detector -> value. */
-export function ruleList(rules, scores) {
+/** rules: as the request's page has them, each with the scores that it was judged on: detector -> value. */
+export function ruleList(rules) {
   const stages = Object.keys(STAGES).filter((stage) => rules.some((one) => one.stage === stage));
   return stages.map((stage) => [
     stages.length > 1 || stage !== "prompt" ? h("h3", {}, STAGES[stage]) : null,
-    h("ol", { class: "rules" }, rules.filter((one) => one.stage === stage).map((one) => rule(one, scores))),
+    h("ol", { class: "rules" }, rules.filter((one) => one.stage === stage).map(rule)),
   ]);
 }
 
-function rule(one, scores) {
+function rule(one) {
   const came = !one.judged ? "not judged" : one.hit ? "hit" : one.on_error ? "unknown" : one.armed ? "armed" : "no hit";
   return h(
     "li",
@@ -33,7 +33,7 @@ function rule(one, scores) {
       h("span", { class: "soft number" }, `severity ${one.severity}`),
       one.decided && h("span", { class: "decides" }, "decides"),
     ),
-    one.condition && h("ul", { class: "conditions" }, condition(one.condition, scores, one.judged)),
+    one.condition && h("ul", { class: "conditions" }, condition(one.condition, one.scores, one.judged)),
     one.condition === null && h("p", { class: "soft" }, one.reason),
     one.on_error && h("p", { class: "soft" }, one.reason),
   );

@@ -65,6 +65,17 @@ def test_thresholds_keep_their_budget_on_the_traffic_and_the_rest_of_the_file_st
     assert "ledger" in after.config.calibration.choices["thresholds"]
 
 
+def test_a_detector_of_answers_counts_once_a_request_and_a_streams_first_moment_never(config: Path) -> None:
+    scores = [float(one) for one in np.random.default_rng(0).permutation(np.linspace(0.0, 0.4, 900))]
+    lines = [{**line(None, name="other"), "answer": line(one)} for one in scores[:450]]
+    lines += [{**line(0.0), "streamed": True, "answer": {**line(one), "complete": True}} for one in scores[450:]]
+    lines += [{**line(None), "streamed": True, "answer": line(0.0)}] * 100  # as versions before this field wrote them
+    outcome = run(config, ledger_of(config, lines))
+    assert outcome.exit_code == 0, outcome.output
+    assert "900 scores of injection (probe@new); 101 other lines" in outcome.output
+    assert Probe.load(config).thresholds["fpr_5pct"] == pytest.approx(0.38, abs=0.02)
+
+
 def test_a_budget_that_the_scores_cannot_support_is_refused_and_nothing_written(config: Path) -> None:
     before = config.read_bytes()
     outcome = run(config, ledger_of(config, [line(i / 400) for i in range(400)]), "--budget", "0.01")
