@@ -7,6 +7,7 @@ the leases behind the cap of concurrency: a replica that dies gives its requests
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -56,6 +57,8 @@ ADMIT = (
     FILLED
     + """
 local lease, lease_s = ARGV[1], tonumber(ARGV[2])
+-- The replica has given up waiting for this answer.
+if redis.call('EXISTS', 'guard:forgotten:' .. lease) == 1 then return {0, 0, 0} end
 local found = {}
 for i = 1, #KEYS / 2 do
   local per_s, per_min, cap = tonumber(ARGV[3 * i]), tonumber(ARGV[3 * i + 1]), tonumber(ARGV[3 * i + 2])
@@ -87,6 +90,13 @@ end
 """
 )
 
+FORGET = """
+for i = 1, #KEYS do redis.call('ZREM', KEYS[i], ARGV[1]) end
+redis.call('SET', 'guard:forgotten:' .. ARGV[1], '', 'EX', math.ceil(tonumber(ARGV[2])) + 1)
+"""
+"""Of a lease whose request does not count here, whatever Redis has yet to do: what a replica sent before it gave up
+waiting is done when Redis goes on, and may be done after this."""
+
 RENEW = """
 local time = redis.call('TIME')
 redis.call('ZADD', KEYS[1], 'XX', tonumber(time[1]) + tonumber(ARGV[2]), ARGV[1])
@@ -104,8 +114,10 @@ class SharedLimits:
         self._admit = self._redis.register_script(ADMIT)
         self._release = self._redis.register_script(RELEASE)
         self._renew = self._redis.register_script(RENEW)
+        self._forget = self._redis.register_script(FORGET)
         self._lease_s = lease_s
         self._held: dict[str, tuple[Scope, ...]] = {}
+        self._unsure: dict[str, tuple[Scope, ...]] = {}
         self._quiet_until_s = float("-inf")
         self._asking = asyncio.Lock()
         self._asked_s = float("-inf")
@@ -134,10 +146,15 @@ class SharedLimits:
     async def admit(self, lease: str, scopes: Sequence[Scope]) -> Exceeded | None:
         """Raises one of ``FAILURES``; the caller then counts for itself."""
         try:
+            await self._forget_unsure()
             which, what, retry_ms = await self._admit(
                 keys=_keys(scopes), args=[lease, self._lease_s, *_numbers(scopes)]
             )
+        except asyncio.CancelledError:
+            self._unsure[lease] = tuple(scopes)
+            raise
         except FAILURES as error:
+            self._unsure[lease] = tuple(scopes)
             self._failed(error)
             raise
         if which == 0:
@@ -147,17 +164,30 @@ class SharedLimits:
         return Exceeded(scopes[which - 1], name, CONCURRENT_RETRY_S if name == "concurrent" else retry_ms / 1000)
 
     async def release(self, lease: str, scopes: Sequence[Scope], tokens: int) -> None:
-        """Never raises: what Redis does not hear of runs out by itself."""
+        """Never raises: what Redis does not hear of is told when it is there again, or runs out by itself."""
         self._held.pop(lease, None)
         try:
             await self._release(keys=_keys(scopes), args=[lease, tokens, *_numbers(scopes)])
         except FAILURES as error:
+            self._unsure[lease] = tuple(scopes)
             self._failed(error)
+
+    async def _forget_unsure(self) -> None:
+        """Take back the leases of which it is not known whether Redis has them."""
+        while self._unsure:
+            lease, scopes = self._unsure.popitem()
+            try:
+                await self._forget(keys=[_leases(scope) for scope in scopes], args=[lease, self._lease_s])
+            except FAILURES:
+                self._unsure[lease] = scopes
+                raise
 
     async def renew(self) -> None:
         """Keep the leases of long answers, until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
+            with contextlib.suppress(*FAILURES):
+                await self._forget_unsure()
             for lease, scopes in list(self._held.items()):
                 for scope in scopes:
                     try:

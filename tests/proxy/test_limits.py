@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from openai import AsyncOpenAI, RateLimitError
 
 from guard.machine import free_port
 from guard.proxy.keys import Limits, NewKey, create_key
-from guard.proxy.limits import Account, LocalLimits, Scope
+from guard.proxy.limits import Account, Exceeded, LocalLimits, Scope
 from tests.proxy.conftest import BODY, Proxy, StartProxy, eventually
 from tests.proxy.engine import FakeEngine, running
 
@@ -355,3 +357,41 @@ async def test_the_place_of_a_replica_that_died_is_free_again_when_its_lease_run
             await asyncio.gather(renewing, return_exceptions=True)
             for one in (died, kept, other):
                 await one.close()
+
+
+async def test_a_redis_that_hung_and_does_late_what_it_was_asked_keeps_no_place_taken(tmp_path: Path) -> None:
+    port = free_port()
+    async with redis_server(tmp_path, port) as process:
+        from guard.proxy.shared_limits import FAILURES, SharedLimits
+
+        limits, scopes = SharedLimits(f"redis://127.0.0.1:{port}/0"), [Scope("key:a", Limits(concurrent=1))]
+
+        async def admit() -> tuple[str, Exceeded | None]:
+            """Again and again: a machine that is busy looks like a Redis that hangs."""
+            async with asyncio.timeout(30):
+                while True:
+                    lease = next(leases)
+                    with contextlib.suppress(*FAILURES):
+                        return lease, await limits.admit(lease, scopes)
+            raise AssertionError
+
+        leases = (f"lease-{number}" for number in count())
+        try:
+            held, refused = await admit()
+            assert refused is None
+            for _ in range(3):
+                process.send_signal(signal.SIGSTOP)
+                await limits.release(held, scopes, 0)
+                with pytest.raises(FAILURES):
+                    await limits.admit(next(leases), scopes)
+                leaving = asyncio.create_task(limits.admit(next(leases), scopes))
+                await asyncio.sleep(0.05)
+                leaving.cancel()
+                await asyncio.gather(leaving, return_exceptions=True)
+                process.send_signal(signal.SIGCONT)
+                held, refused = await admit()
+                assert refused is None
+            assert (await admit())[1] is not None
+        finally:
+            process.send_signal(signal.SIGCONT)
+            await limits.close()
