@@ -21,6 +21,7 @@ from guard.proxy.errors import ModelNotFoundError
 from guard.proxy.exchange import Exchange
 from guard.proxy.key_store import KeyStore
 from guard.proxy.providers import UNREAD, Providers
+from guard.proxy.refusals import Refusals
 from guard.proxy.upstream import Upstream
 from guard.proxy.usage import expect
 from guard.proxy.wire import Texts
@@ -51,6 +52,9 @@ DRAIN_LIMIT_S = 2.0
 KEPT_FOR_CONSOLE = 1000
 """Requests that ended last and can be looked at; some kilobytes each."""
 
+KEPT_UNJUDGED = 200
+"""Those that did not come to a policy, besides."""
+
 
 class Services:
     """Raises ``PolicyError`` when the policies cannot be used with this model's calibrations, ``KeysError`` and
@@ -70,8 +74,9 @@ class Services:
         self.ledger = Ledger(
             settings.ledger, self.metrics.count_entries, secret=_secret(settings), keeping=_keeping(settings)
         )
+        self.refusals = Refusals(lambda record: self.ledger.append(record.to_entry()))
         self.tracing = _tracing(settings)
-        self.recent = Recent(KEPT_FOR_CONSOLE if settings.admin_port is not None else 0)
+        self.recent = Recent(*((KEPT_FOR_CONSOLE, KEPT_UNJUDGED) if settings.admin_port is not None else (0, 0)))
         self.upstream = Upstream(settings)
         self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.reranker = reranker_of(settings)
@@ -82,12 +87,15 @@ class Services:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """From start to stop. The ledger closes last, when requests that were cut have written their entry."""
-        watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys)]
+        watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys, self.refusals)]
         try:
             with self.ledger:
                 async with self.tracing.running(), self.upstream, self.admission.running():
-                    yield
-                    await self._drained()
+                    try:
+                        yield
+                        await self._drained()
+                    finally:
+                        self.refusals.close_window()
         finally:
             self.recent.close()
             for task in watching:

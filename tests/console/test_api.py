@@ -13,6 +13,7 @@ from detectors import registry
 from detectors.base import Score
 from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER
+from guard.proxy import services
 from tests.console.conftest import Console, StartConsole
 from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED
 from tests.proxy.detectors import register
@@ -99,6 +100,25 @@ async def test_requests_are_told_as_they_end(console: Console) -> None:
     # A number from before a restart is not waited for.
     assert len((await console.ask("GET", "/requests?after=900&wait_s=20"))[1]["requests"]) == 1
     assert "private" not in json.dumps(told)
+
+
+async def test_requests_that_no_policy_judged_push_out_none_that_one_did(
+    start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "KEPT_FOR_CONSOLE", 3)
+    monkeypatch.setattr(services, "KEPT_UNJUDGED", 2)
+    async with running(FakeEngine()) as engine, start_console(engine) as console:
+        await console.chat()
+        for _ in range(3):
+            assert (await console.chat(messages="none"))[0] == 400
+            assert (await console.post(headers={"authorization": "Bearer guessed"}))[0] == 401
+        await console.chat()
+        _, told = await console.ask("GET", "/requests")
+        assert [one["number"] for one in told["requests"]] == [1, 6, 7, 8]
+        assert [(await console.ask("GET", f"/requests/{number}"))[0] for number in (1, 5, 7, 9)] == [200, 404, 200, 404]
+        for _ in range(2):
+            await console.chat()
+        assert (await console.ask("GET", "/requests/1"))[0] == 404
 
 
 async def test_a_decision_is_explained_rule_by_rule(console: Console) -> None:
