@@ -11,6 +11,7 @@ import pytest
 
 from detectors import registry
 from detectors.base import Score
+from guard.console import app
 from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER
 from guard.proxy import services
@@ -88,7 +89,7 @@ async def test_the_page_runs_nothing_but_its_own_files(console: Console) -> None
 
 async def test_requests_are_told_as_they_end(console: Console) -> None:
     _, before = await console.ask("GET", "/requests")
-    assert before == {"newest": 0, "requests": []}
+    assert before == {"newest": 0, "more": False, "requests": []}
     waiting = asyncio.create_task(console.ask("GET", "/requests?after=0&wait_s=20"))
     console.engine.logit = BLOCKED
     assert (await console.chat())[0] == 400
@@ -100,6 +101,21 @@ async def test_requests_are_told_as_they_end(console: Console) -> None:
     # A number from before a restart is not waited for.
     assert len((await console.ask("GET", "/requests?after=900&wait_s=20"))[1]["requests"]) == 1
     assert "private" not in json.dumps(told)
+
+
+async def test_every_request_that_is_kept_is_told_to_who_comes_late(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_LINES", 3)
+    for _ in range(7):
+        await console.chat()
+    seen, after, more = [], 0, True
+    while more:
+        _, told = await console.ask("GET", f"/requests?after={after}")
+        seen += [one["number"] for one in told["requests"]]
+        after, more = told["newest"], told["more"]
+    assert seen == [1, 2, 3, 4, 5, 6, 7]
+    assert after == 7
 
 
 async def test_requests_that_no_policy_judged_push_out_none_that_one_did(

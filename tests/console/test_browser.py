@@ -179,6 +179,33 @@ async def test_what_clients_write_is_text_and_a_prompt_is_tried_and_looked_into(
         assert await tab.page.evaluate("window.hacked") is None
 
 
+CUT = """
+() => [...document.querySelectorAll("select")].filter((one) => {
+  const alone = one.cloneNode(false);
+  alone.append(one.selectedOptions[0].cloneNode(true));
+  alone.style.cssText = "position: absolute; flex: none; max-width: none";
+  document.body.append(alone);
+  const needs = alone.offsetWidth;
+  alone.remove();
+  return needs > one.offsetWidth;
+}).map((one) => one.selectedOptions[0].text)
+"""
+"""What is chosen, of each choice that has no room for it."""
+
+
+async def test_more_requests_than_a_table_begins_with_are_shown_when_somebody_asks(
+    browser: Any, console: Console
+) -> None:
+    for _ in range(270):
+        await console.chat()
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector("text=270 requests")
+        assert await tab.page.locator("tr[data-number]").count() == 250
+        await tab.page.click("text=20 older requests: show more")
+        await tab.page.wait_for_selector("tr[data-number='1']")
+        assert not await tab.page.locator("button.more").is_visible()
+
+
 async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: Console) -> None:
     console.engine.logit = FLAGGED
     await console.chat(model="a-model-with-a-rather-long-name-" * 4)
@@ -189,6 +216,7 @@ async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: 
             bright = sum(int(part) for part in paper.removeprefix("rgb(").removesuffix(")").split(","))
             assert (bright < 384) == (scheme == "dark")
             assert await tab.fits()
+            assert await tab.page.evaluate(CUT) == []
             await tab.page.click("tr[data-number='1']")
             await tab.page.wait_for_selector(".rules")
             assert await tab.fits()
