@@ -22,7 +22,7 @@ several worker processes share one port they stay. Histograms have `_bucket`, `_
 OF_THE_PROXY = """
 ## The proxy
 `GET /metrics` on the proxy's port. Where several worker processes share one port, each answers with the numbers of all:
-counters and histograms are added up, gauges merged as the table says.
+counters and histograms are added up, those of processes that ended too, gauges merged as the table says.
 """
 OF_THE_ENGINE = """
 ## The engine's side

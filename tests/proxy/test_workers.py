@@ -70,11 +70,15 @@ async def test_several_workers_are_one_proxy(tmp_path: Path) -> None:
                 seen = seen + Counter([name]) if name == "other" else Counter()
         assert ready["policies_version"] != before[:12]
 
+        counted = Path(workers[0].environ()["PROMETHEUS_MULTIPROC_DIR"])
+        assert list(counted.glob(f"counter_{workers[0].pid}.db"))
         workers[0].kill()
         async with asyncio.timeout(START_LIMIT_S):
             assert proxy.process.stdout is not None
             while b"is back" not in await proxy.process.stdout.readline():
                 pass
+        assert not list(counted.glob(f"*_{workers[0].pid}.db"))
+        assert list(counted.glob("counter_ended.db"))
         await ask()
         before_last, last = len(engine.bodies), asyncio.create_task(ask())
         while len(engine.bodies) == before_last:
