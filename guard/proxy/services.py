@@ -47,6 +47,9 @@ SERVED = f"POST {', '.join(GUARDED)} and GET {MODELS}"
 ROUTES = (*GUARDED, RERANK[0], MODELS, OTHER)
 """The values of the label ``route``."""
 
+ENGINE = "vllm"
+"""``gen_ai.provider.name`` of the model server."""
+
 DRAIN_LIMIT_S = 2.0
 
 KEPT_FOR_CONSOLE = 1000
@@ -117,6 +120,7 @@ class Services:
         elsewhere = self.providers.has(request.model)
         if not elsewhere and not self.settings.upstream:
             raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
+        exchange.record.provider = self.providers.provider_of(request.model) if elsewhere else ENGINE
         exchange.sent = request
         expect(exchange.record, request)
         if elsewhere:

@@ -100,8 +100,9 @@ class RequestRecord:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
     ``frames``: of a streamed answer, that came. ``held_s``: longest time that rules kept a part of a stream back.
     ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``count``: how many requests
-    it stands for. ``course``: how a stream's scores went; not in the ledger. When: ``began_s`` its body was read,
-    ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the prompt."""
+    it stands for. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and ``answered_by``
+    what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was
+    first sent upstream, ``decided_s`` there was a decision on the prompt."""
 
     route: str
     policy: str
@@ -113,6 +114,8 @@ class RequestRecord:
     key: str | None = None
     tenant: str | None = None
     model: str | None = None
+    provider: str | None = None
+    answered_by: str | None = None
     streamed: bool = False
     assignment: str | None = None
     scores: Mapping[str, Score] = field(default_factory=dict)
