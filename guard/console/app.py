@@ -243,6 +243,7 @@ def _content(content: Content) -> dict[str, Any]:
     return {
         "messages": messages if isinstance(messages, list) else [],
         "answer": content.answer,
+        "changes": content.changes,
         "notes": content.notes,
     }
 

@@ -330,10 +330,14 @@ async def test_text_that_a_policy_has_kept_is_shown_as_it_was_kept_and_can_be_lo
         _, page = await console.ask("GET", "/requests/1")
         assert page["content"]["messages"] == [messages[0], {"role": "user", "content": "I like [colour]"}]
         assert page["content"]["answer"] == "The answer is 42."
-        assert any("colour 1" in note for note in page["content"]["notes"])
+        assert page["content"]["changes"] == ["taken out before it was kept: colour 1"]
         status, seen = await console.ask("POST", "/requests/1/inspection", {})
         assert status == 200
         assert "".join(seen["tokens"]).endswith("I like [colour]The answer is 42.")
+        assert seen["changes"] == page["content"]["changes"]
+        await console.chat(messages=[{"role": "user", "content": "I like red"}], stream=stream)
+        await console.entries(2)
+        assert (await console.ask("POST", "/requests/2/inspection", {}))[1]["changes"] == []
 
 
 async def test_of_an_answer_alone_there_is_nothing_to_look_into(start_console: StartConsole) -> None:

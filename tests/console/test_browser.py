@@ -11,7 +11,7 @@ import pytest
 
 from guard.data import data_folder, default_policy
 from tests.console.conftest import Console, StartConsole
-from tests.proxy.conftest import BLOCKED, CLEAN, FLAGGED
+from tests.proxy.conftest import BLOCKED, CLEAN, FLAGGED, POLICY
 from tests.proxy.engine import FakeEngine, running
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright: make install")
@@ -177,6 +177,23 @@ async def test_what_clients_write_is_text_and_a_prompt_is_tried_and_looked_into(
         await tab.press("ArrowLeft")
         assert await tab.text(".readout") != before
         assert await tab.page.evaluate("window.hacked") is None
+
+
+async def test_values_of_a_text_that_was_changed_are_said_to_be_of_another(
+    browser: Any, start_console: StartConsole
+) -> None:
+    policy = POLICY + "capture: {prompt: true, patterns: {colour: blue}}\n"
+    async with running(FakeEngine()) as engine, start_console(engine, policy) as console:
+        for words in ("I like blue", "I like red"):
+            await console.chat(messages=[{"role": "user", "content": words}])
+        await console.entries(2)
+        async with opened(browser, console) as tab:
+            for number, changed in ((1, 1), (2, 0)):
+                await tab.page.click(f"tr[data-number='{number}']")
+                await tab.page.click("text=Look inside")
+                await tab.page.wait_for_selector(".tokens")
+                assert await tab.page.locator("text=Not the text that was judged (taken out").count() == changed
+                await tab.press("Escape")
 
 
 CUT = """
