@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from detectors.base import Score
 from guard.policy import Decision, RuleHit
 from guard.telemetry.families import PROXY, STATUSES
+from guard.telemetry.family import created
 from guard.telemetry.metrics import Metrics, PolicyLabels
 from guard.telemetry.record import Beside
 from guard.telemetry.reference import reference
@@ -47,6 +48,7 @@ def test_what_is_exposed_is_what_is_declared_label_by_label(metrics: Metrics) ->
     metrics.count(blocked())
     declared = {family.name: family for family in PROXY}
     exposed = [one for one in text_string_to_metric_families(metrics.exposition().decode())]
+    assert {one.name for one in exposed if one.name.endswith("_created")} == {created(one) for one in PROXY} - {None}
     exposed = [one for one in exposed if not one.name.endswith("_created")]
     assert {name_of(one) for one in exposed} == declared.keys()
     for one in exposed:
