@@ -312,8 +312,8 @@ def test_workers_that_ended_leave_their_counts_in_one_file_and_no_read_misses_or
     made, living = Worker(tmp_path), Worker(tmp_path)
     try:
         made.do("count")
-        made.do("reload", "1")
         living.do("count")
+        made.do("reload", "1")
         made.end()
         pid = made.process.pid
         # As many have ended as there are copies of what one of them left, one of these killed while it made a file.
@@ -327,10 +327,12 @@ def test_workers_that_ended_leave_their_counts_in_one_file_and_no_read_misses_or
         seen, done = [], threading.Event()
 
         def read() -> None:
-            while not done.is_set():
+            while True:
                 found = values_in(exposition_of(tmp_path).decode())
                 counted = found["guard_requests_total", frozenset(labels.items())]
                 seen.append((counted, found["guard_added_latency_seconds_count", frozenset({("route", CHAT)})]))
+                if done.is_set():
+                    return
 
         reading = threading.Thread(target=read)
         reading.start()
@@ -338,6 +340,7 @@ def test_workers_that_ended_leave_their_counts_in_one_file_and_no_read_misses_or
             fold(tmp_path, {one})
         done.set()
         reading.join()
+        read()
         assert set(seen) == {(22.0, 22.0)}
         assert living.value("guard_requests_total", **labels) == 22
         assert living.value("guard_detector_score_bucket", detector="injection", kind="probe", le="1.0") == 22
