@@ -99,10 +99,10 @@ class RequestRecord:
     those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
     ``frames``: of a streamed answer, that came. ``held_s``: longest time that rules kept a part of a stream back.
-    ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``count``: how many requests
-    it stands for. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and ``answered_by``
-    what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was
-    first sent upstream, ``decided_s`` there was a decision on the prompt."""
+    ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``count``: how many
+    requests it stands for. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
+    ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
+    ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the prompt."""
 
     route: str
     policy: str

@@ -90,7 +90,7 @@ async def test_what_was_counted_is_written_while_the_proxy_runs_and_single_entri
     async with running(FakeEngine()) as engine, start_proxy(engine, keys=file) as proxy:
         async with asyncio.timeout(30):
             counts = [1]
-            while max(counts) == 1:
+            while max(counts, default=1) == 1:
                 await flood(proxy.url, CHAT, MOST_A_WINDOW)
                 counts = [one["count"] for one in entries_of(proxy.ledger)]
             while counts[-1] > 1:
