@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -16,9 +17,9 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import uvloop
-from prometheus_client.multiprocess import mark_process_dead
 
 from guard.metrics_folder import metrics_folder
 from guard.policy import PolicyError
@@ -30,6 +31,9 @@ from guard.settings import Settings, SettingsError
 from guard.supervisor import backoff
 from guard.telemetry.ledger import LedgerError
 from guard.telemetry.metrics import SHARED_FOLDER
+from guard.telemetry.shared_series import fold
+
+log = logging.getLogger("guard.workers")
 
 READY = b"ready"
 STOP_GRACE_S = 10.0
@@ -98,8 +102,11 @@ async def _running(
         if not all(await asyncio.gather(*(worker.wait_ready() for worker in workers))):
             raise StartError("a worker process did not start; the lines above say why")
 
+        ended: set[int] = set()
+
         def again(number: int) -> Worker:
-            _forget_gauges(workers[number].process.pid, metrics)
+            ended.add(workers[number].process.pid or 0)
+            _fold(ended, metrics)
             return Worker(shares[number], listener, metrics)
 
         watching = asyncio.create_task(_watch(workers, again, say))
@@ -151,10 +158,13 @@ async def _watch(workers: list[Worker], again: Callable[[int], Worker], say: Say
             group.create_task(keep(number))
 
 
-def _forget_gauges(process_id: int | None, metrics: str) -> None:
-    """What a dead process had under way is under way no more; what it counted stays counted."""
-    if process_id is not None:
-        mark_process_dead(process_id, metrics)  # type: ignore[no-untyped-call]
+def _fold(ended: set[int], metrics: str) -> None:
+    """What dead processes had under way is under way no more; what they counted stays counted. Emptied once it is."""
+    try:
+        fold(Path(metrics), ended)
+        ended.clear()
+    except OSError as error:
+        log.error("what ended workers counted stays in files of their own: %s", error.strerror)
 
 
 @contextlib.contextmanager

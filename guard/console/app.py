@@ -40,7 +40,7 @@ MAX_WAIT_S = 20.0
 """Longest time that a question for new requests waits for one. Shorter than any proxy's patience."""
 
 MAX_LINES = 250
-"""Most requests in one answer; who was told of none for a while misses the older ones."""
+"""Most requests in one answer; it says whether there are more."""
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -162,14 +162,22 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
 
     @router.get("/requests")
     async def requests(after: int = 0, wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0) -> JSONResponse:
-        """Those that ended after number ``after``; waits for one. A number from before a restart starts anew."""
+        """Those that ended after number ``after``, the oldest first; waits for one. ``newest`` is what to ask with
+        next, at once where there are ``more``. A number from before a restart starts anew."""
         recent = services.recent
         after = after if after <= recent.newest else 0
         if recent.newest == after:
             await recent.wait(after, wait_s)
-        newest, found = recent.newest, recent.after(after)[-MAX_LINES:]
+        newest, found = recent.newest, recent.after(after)
+        if more := len(found) > MAX_LINES:
+            found = found[:MAX_LINES]
+            newest = found[-1].number
+
+        def told() -> JSONResponse:
+            return _json({"newest": newest, "more": more, "requests": list(map(views.line, found))})
+
         # In a thread: the proxy's own requests do not wait for people who look on.
-        return await asyncio.to_thread(lambda: _json({"newest": newest, "requests": list(map(views.line, found))}))
+        return await asyncio.to_thread(told)
 
     @router.get("/requests/{number}")
     async def request(number: int) -> JSONResponse:
@@ -235,6 +243,7 @@ def _content(content: Content) -> dict[str, Any]:
     return {
         "messages": messages if isinstance(messages, list) else [],
         "answer": content.answer,
+        "changes": content.changes,
         "notes": content.notes,
     }
 

@@ -25,10 +25,12 @@ WORDS = "content"
 @dataclass(frozen=True)
 class Content:
     """``fields``: of the request's body, what its prompt is made from, as far as it is known. ``answer``: its text as
-    far as there is one. ``notes``: in what this is not what was said, in words."""
+    far as there is one. ``changes``: in what this is not what the model read, in words; ``notes``: what else is
+    to know."""
 
     fields: Mapping[str, Any]
     answer: str = ""
+    changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -72,18 +74,25 @@ def from_captured(found: Captured, model: str | None) -> Content:
     messages = [{"role": roles[at], "content": "\n".join(texts)} for at, texts in sorted(parts.items())]
     words = [one for one in found.answer if one.channel == WORDS]
     answer = next((one for one in words if not one.withheld), words[0] if words else None)
-    return Content({"model": model, "messages": messages}, answer.text if answer else "", tuple(_notes(found)))
+    fields, text = {"model": model, "messages": messages}, answer.text if answer else ""
+    return Content(fields, text, tuple(_changes(found)), tuple(_notes(found)))
 
 
-def _notes(found: Captured) -> list[str]:
+def _changes(found: Captured) -> list[str]:
     out = ", ".join(f"{name} {count}" for name, count in found.redactions.items())
-    answers = [one for one in found.answer if one.channel == WORDS]
-    notes = {
+    changes = {
         f"taken out before it was kept: {out}": bool(out),
         "longer than what is kept": found.truncated,
         "with more than messages, such as tools": any(one.message < 0 for one in found.prompt),
-        "the client did not get this answer": bool(answers) and all(one.withheld for one in answers),
         "not what the ledger vouches for: it was changed": not found.intact,
+    }
+    return [change for change, holds in changes.items() if holds]
+
+
+def _notes(found: Captured) -> list[str]:
+    answers = [one for one in found.answer if one.channel == WORDS]
+    notes = {
+        "the client did not get this answer": bool(answers) and all(one.withheld for one in answers),
         f"kept until {found.expires.isoformat()}": True,
     }
     return [note for note, holds in notes.items() if holds]

@@ -93,7 +93,8 @@ class _Look:
 
 
 async def inspect(services: Services, policy: BoundPolicy, content: Content, request_id: str) -> dict[str, Any]:
-    """Tokens and layers. Raises ``ApiError`` when they cannot be had."""
+    """Tokens and layers, and ``changes``: why these are not of the text that was judged. Raises ``ApiError`` when they
+    cannot be had."""
     reading = _Reading(services, request_id + ID_SUFFIX, str(content.fields.get("model")))
     if reason := services.unread(reading.model):
         raise InvalidRequestError(f"nothing can be read inside this model: {reason}")
@@ -102,6 +103,7 @@ async def inspect(services: Services, policy: BoundPolicy, content: Content, req
     return {
         "tokens": list(tokens.texts),
         "answer_from": tokens.answer_from,
+        "changes": list(content.changes),
         "layers": [one.to_wire() for one in layers],
     }
 

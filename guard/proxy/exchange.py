@@ -34,8 +34,8 @@ class ClientGoneError(Exception):
 @dataclass
 class Exchange:
     """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s. ``caller``: who asks,
-    once that is known. ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are chosen.
-    ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces.
+    once that is ``known``. ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are
+    chosen. ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces.
     ``sent``: what a model server was asked last, ``sent_times`` at once; None: nothing yet."""
 
     scope: Scope
@@ -45,6 +45,7 @@ class Exchange:
     label: str
     named_errors: bool = False
     caller: Caller = field(default_factory=Caller)
+    known: bool = False
     affinity: bytes = b""
     judges: Judges | None = None
     capturing: Capturing | None = None

@@ -46,6 +46,19 @@ SENT: Mapping[str, tuple[str, ...]] = {
 an address, to which it would send the provider's key."""
 
 
+CONVENTION_NAMES: Mapping[str, str] = {
+    "azure": "azure.ai.openai",
+    "azure_ai": "azure.ai.inference",
+    "bedrock": "aws.bedrock",
+    "gemini": "gcp.gemini",
+    "mistral": "mistral_ai",
+    "vertex_ai": "gcp.vertex_ai",
+    "watsonx": "ibm.watsonx.ai",
+    "xai": "x_ai",
+}
+"""litellm's name -> the well-known value of ``gen_ai.provider.name``, where they differ."""
+
+
 class ProviderModel(Section):
     """One model."""
 
@@ -84,6 +97,11 @@ class Providers:
 
     def has(self, model: str) -> bool:
         return model in self._models
+
+    def provider_of(self, model: str) -> str:
+        """Who serves it, as OpenTelemetry's conventions call them, or else as litellm does."""
+        name = self._models[model].model.partition("/")[0]
+        return CONVENTION_NAMES.get(name, name)
 
     @asynccontextmanager
     async def ask(self, path: str, fields: Mapping[str, Any]) -> AsyncIterator[asyncio.Task[Answer]]:

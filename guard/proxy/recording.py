@@ -1,4 +1,5 @@
-"""The outermost stage: every request, however it ends, is answered, counted, and has one line in the ledger.
+"""The outermost stage: every request, however it ends, is answered, counted, and has one line in the ledger; a flood of
+those that are refused for their key or by a limit has fewer (``refusals.py``).
 
 Owns the way from an exception to an answer and an outcome. Logs no text of a request.
 """
@@ -60,16 +61,24 @@ class Recorded:
             record.total_s = time.perf_counter() - record.started_s
             in_flight.dec()
             services.metrics.count(record)
-            services.ledger.append(record.to_entry(), exchange.capturing)
-            services.tracing.end(exchange.trace, record)
-            if self._route in GUARDED:
-                services.recent.add(record, exchange.judges)
+            refused_early = not exchange.known or record.limit is not None
+            if not (refused_early and services.refusals.is_one_too_many(record)):
+                self._note(exchange)
             services.under_way -= 1
+
+    def _note(self, exchange: Exchange) -> None:
+        """In the ledger, as a trace, and for who looks on. A span that is not ended is never sent."""
+        services, record = self._services, exchange.record
+        services.ledger.append(record.to_entry(), exchange.capturing)
+        services.tracing.end(exchange.trace, record)
+        if self._route in GUARDED:
+            services.recent.add(record, exchange.judges)
 
     async def _admitted(self, exchange: Exchange) -> None:
         """Every route is for those who may ask, as often as they may."""
         services, record = self._services, exchange.record
         caller = exchange.caller = services.access.check(exchange.headers)
+        exchange.known = True
         record.key, record.tenant = caller.key_id, caller.tenant
         try:
             async with services.admission.room(caller, lambda: record.tokens):

@@ -6,12 +6,16 @@ for an end. Never decides anything.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from guard.proxy.answer import Answer, StreamedAnswer, Whole
-from guard.proxy.errors import UpstreamError
+from guard.proxy.errors import ModelNotFoundError, UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.proxy.usage import count_frame, count_whole, expect_nothing
+
+NOT_FOUND = ("NotFoundError", "not_found_error")
+"""How vLLM calls the error, in OpenAI's form and in Anthropic's."""
 
 ERROR_FRAMES = (b'data: {"error"', b"event: error")
 
@@ -25,12 +29,27 @@ async def relay(exchange: Exchange, answer: Answer, ends: Callable[[bytes], bool
 
 
 async def relay_whole(exchange: Exchange, whole: Whole) -> None:
+    """Raises ``ModelNotFoundError`` in place of the model server's own words for that, which have no code for it."""
+    if exchange.sent is not None and _says_no_such_model(whole):
+        expect_nothing(exchange.record)
+        raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
     exchange.record.outcome = "completed" if whole.status == 200 else "upstream_error"
     if whole.status == 200:
         count_whole(exchange.record, whole.body)
     else:
         expect_nothing(exchange.record)
     await exchange.respond(whole.status, whole.headers, whole.body)
+
+
+def _says_no_such_model(whole: Whole) -> bool:
+    """A 404 may also be a route that the model server does not have."""
+    if whole.status != 404:
+        return False
+    try:
+        error = json.loads(whole.body)["error"]
+        return error.get("param") == "model" or error.get("type") in NOT_FOUND
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 async def _relay_stream(exchange: Exchange, answer: StreamedAnswer, ends: Callable[[bytes], bool]) -> None:

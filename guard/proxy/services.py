@@ -21,6 +21,7 @@ from guard.proxy.errors import ModelNotFoundError
 from guard.proxy.exchange import Exchange
 from guard.proxy.key_store import KeyStore
 from guard.proxy.providers import UNREAD, Providers
+from guard.proxy.refusals import Refusals
 from guard.proxy.upstream import Upstream
 from guard.proxy.usage import expect
 from guard.proxy.wire import Texts
@@ -46,10 +47,16 @@ SERVED = f"POST {', '.join(GUARDED)} and GET {MODELS}"
 ROUTES = (*GUARDED, RERANK[0], MODELS, OTHER)
 """The values of the label ``route``."""
 
+ENGINE = "vllm"
+"""``gen_ai.provider.name`` of the model server."""
+
 DRAIN_LIMIT_S = 2.0
 
 KEPT_FOR_CONSOLE = 1000
 """Requests that ended last and can be looked at; some kilobytes each."""
+
+KEPT_UNJUDGED = 200
+"""Those that did not come to a policy, besides."""
 
 
 class Services:
@@ -70,8 +77,9 @@ class Services:
         self.ledger = Ledger(
             settings.ledger, self.metrics.count_entries, secret=_secret(settings), keeping=_keeping(settings)
         )
+        self.refusals = Refusals(lambda record: self.ledger.append(record.to_entry()))
         self.tracing = _tracing(settings)
-        self.recent = Recent(KEPT_FOR_CONSOLE if settings.admin_port is not None else 0)
+        self.recent = Recent(*((KEPT_FOR_CONSOLE, KEPT_UNJUDGED) if settings.admin_port is not None else (0, 0)))
         self.upstream = Upstream(settings)
         self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.reranker = reranker_of(settings)
@@ -82,12 +90,15 @@ class Services:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """From start to stop. The ledger closes last, when requests that were cut have written their entry."""
-        watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys)]
+        watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys, self.refusals)]
         try:
             with self.ledger:
                 async with self.tracing.running(), self.upstream, self.admission.running():
-                    yield
-                    await self._drained()
+                    try:
+                        yield
+                        await self._drained()
+                    finally:
+                        self.refusals.close_window()
         finally:
             self.recent.close()
             for task in watching:
@@ -109,6 +120,7 @@ class Services:
         elsewhere = self.providers.has(request.model)
         if not elsewhere and not self.settings.upstream:
             raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
+        exchange.record.provider = self.providers.provider_of(request.model) if elsewhere else ENGINE
         exchange.sent = request
         expect(exchange.record, request)
         if elsewhere:

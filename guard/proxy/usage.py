@@ -13,7 +13,7 @@ from typing import Any
 from guard.proxy.body import GuardedRequest
 from guard.proxy.wire import Form, Texts
 from guard.proxy.wire_choices import MAX_CHOICES
-from guard.telemetry.record import RequestRecord
+from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
 
 MAX_CHARGED_ANSWER = 4096
 """Tokens charged at most for one choice of an answer that nobody saw the end of. Without a bound, a client that asked
@@ -31,11 +31,8 @@ PER_MESSAGE = 8
 
 def usage_in(value: Any) -> tuple[int | None, int | None]:
     """Tokens of prompt and answer that a whole answer's JSON, or an event's, tells; None for what it does not tell."""
-    if not isinstance(value, dict):
-        return None, None
-    places = (value, value.get("response"), value.get("message"))
-    for place in places:
-        usage = place.get("usage") if isinstance(place, dict) else None
+    for place in _places(value):
+        usage = place.get("usage")
         if isinstance(usage, dict):
             prompt, completion = (
                 next((usage[name] for name in names if _is_count(usage.get(name))), None)
@@ -46,6 +43,20 @@ def usage_in(value: Any) -> tuple[int | None, int | None]:
     return None, None
 
 
+def _note_model(record: RequestRecord, value: Any) -> None:
+    """What the answer calls the model that gave it."""
+    for place in _places(value):
+        if isinstance(model := place.get("model"), str):
+            record.answered_by = model[:MAX_MODEL_CHARACTERS]
+
+
+def _places(value: Any) -> list[dict[str, Any]]:
+    """Where the APIs put what is about the whole answer."""
+    if not isinstance(value, dict):
+        return []
+    return [one for one in (value, value.get("response"), value.get("message")) if isinstance(one, dict)]
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -53,9 +64,11 @@ def _is_count(value: Any) -> bool:
 def count_whole(record: RequestRecord, body: bytes) -> None:
     """A whole answer that was no error: what it tells of its usage. Without any, its length bounds it."""
     try:
-        prompt, completion = usage_in(json.loads(body))
+        value = json.loads(body)
     except (ValueError, RecursionError):
-        prompt = completion = None
+        value = None
+    _note_model(record, value)
+    prompt, completion = usage_in(value)
     record.prompt_tokens = record.prompt_tokens if prompt is None else prompt
     record.completion_tokens, record.complete = completion, True
     record.most_completion_tokens = min(record.most_completion_tokens, len(body))
@@ -63,6 +76,7 @@ def count_whole(record: RequestRecord, body: bytes) -> None:
 
 def count_event(record: RequestRecord, value: Any) -> None:
     """One event of a stream: some tell their usage at the end, some all along."""
+    _note_model(record, value)
     prompt, completion = usage_in(value)
     record.prompt_tokens = record.prompt_tokens if prompt is None else prompt
     if completion is not None:
@@ -70,8 +84,9 @@ def count_event(record: RequestRecord, value: Any) -> None:
 
 
 def count_frame(record: RequestRecord, raw: bytes) -> None:
-    """The same of a frame as it came. One without the word is not parsed: in a text, the quotes would be escaped."""
-    if b'"usage"' not in raw:
+    """The same of a frame as it came. But for the first, one without the word is not parsed: in a text, the quotes
+    would be escaped."""
+    if record.frames and b'"usage"' not in raw:
         return
     data = b"\n".join(line[len(b"data:") :] for line in raw.split(b"\n") if line.startswith(b"data:"))
     try:
@@ -86,6 +101,7 @@ def expect(record: RequestRecord, request: GuardedRequest[Texts]) -> None:
     if record.complete:
         record.earlier_tokens = record.tokens
     record.completion_tokens, record.frames, record.complete = None, 0, False
+    record.answered_by = None
     # Of a stream what came is known, frame by frame; an embedding generates nothing.
     bounded = isinstance(request.form, Form) and not request.streamed
     record.most_completion_tokens = most_completion_tokens(request.fields) if bounded else 0

@@ -32,6 +32,12 @@ class Family:
     merged: Merged = "mostrecent"
 
 
+def created(family: Family) -> str | None:
+    """The series beside it that says when it began, in seconds since 1970; None where it has none. prometheus-client
+    makes it unless ``PROMETHEUS_DISABLE_CREATED_SERIES`` is set, or several processes count together."""
+    return None if family.kind == "gauge" else f"{family.name.removesuffix('_total')}_created"
+
+
 def counter(family: Family, registry: CollectorRegistry) -> Counter:
     assert family.kind == "counter"
     return Counter(family.name, family.meaning, tuple(family.labels), registry=registry)

@@ -38,12 +38,14 @@ class Stats:
         if entry is None:
             self.other_lines += 1
             return
-        self.requests += 1
+        count = entry.get("count")
+        requests = count if isinstance(count, int) else 1  # entries of earlier versions have no count
+        self.requests += requests
         if isinstance(time := entry.get("time"), str):
             self.first_time = min(self.first_time or time, time)
             self.last_time = max(self.last_time or time, time)
         for name, counter in self.counts.items():
-            counter[str(entry.get(name) or "-")] += 1
+            counter[str(entry.get(name) or "-")] += requests
         self.rules.update(map(str, entry.get("rules") or ()))
         answer = entry.get("answer") or {}
         # One that was scored on both counts by the prompt, as in the metrics.
@@ -114,6 +116,7 @@ def one_line(entry: Entry) -> str:
         f"{status or '-'} {entry.get('outcome') or '-'}",
         f"{total:.0f} ms" if isinstance(total, int | float) else "-",
         str(entry.get("request_id")),
+        *((f"({count} requests like it)",) if isinstance(count := entry.get("count"), int) and count > 1 else ()),
         *(() if chained(entry) else ("(not in the chain)",)),
     )
     return _plain("  ".join(columns))

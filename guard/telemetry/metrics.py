@@ -13,8 +13,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
+from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from detectors.base import Score
@@ -25,6 +26,7 @@ from guard.telemetry.family import counter, gauge, histogram
 from guard.telemetry.family import values as values_of
 from guard.telemetry.ledger import Result
 from guard.telemetry.record import Beside, RequestRecord
+from guard.telemetry.shared_series import exposition_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
@@ -232,9 +234,7 @@ class Metrics:
         """What ``/metrics`` answers: of this process, or of all that share the folder."""
         if not self.shared:
             return generate_latest(self.registry)
-        merged = CollectorRegistry()
-        multiprocess.MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
-        return generate_latest(merged)
+        return exposition_of(Path(os.environ[SHARED_FOLDER]))
 
 
 def _stems(policies: Sequence[PolicyLabels], shadows: Sequence[tuple[str, str]]) -> set[Stem]:

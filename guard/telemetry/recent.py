@@ -7,8 +7,10 @@ ledger. Holds no text of a prompt or an answer.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
+from heapq import merge
 
 from guard.policy import Judges
 from guard.telemetry.record import RequestRecord
@@ -25,10 +27,11 @@ class Finished:
 
 
 class Recent:
-    """At most ``capacity`` of them; 0 keeps none."""
+    """At most ``judged`` that a policy judged, and ``unjudged`` others, which so cannot push those out."""
 
-    def __init__(self, capacity: int) -> None:
-        self._kept: deque[Finished] = deque(maxlen=capacity)
+    def __init__(self, judged: int, unjudged: int) -> None:
+        self._judged: deque[Finished] = deque(maxlen=judged)
+        self._unjudged: deque[Finished] = deque(maxlen=unjudged)
         self._number = 0
         self._changed = asyncio.Event()
         self._closed = False
@@ -41,18 +44,22 @@ class Recent:
     def add(self, record: RequestRecord, judges: Judges | None) -> Finished:
         self._number += 1
         finished = Finished(self._number, record, judges)
-        self._kept.append(finished)
+        (self._judged if judges is not None else self._unjudged).append(finished)
         self._wake()
         return finished
 
     def after(self, number: int) -> list[Finished]:
         """Those with a higher number, as far as they are kept, the oldest first."""
-        return [one for one in self._kept if one.number > number]
+        kept = merge(self._judged, self._unjudged, key=_number)
+        return [one for one in kept if one.number > number]
 
     def get(self, number: int) -> Finished | None:
         """None when it is not kept any more, or was never there."""
-        at = number - self._kept[0].number if self._kept else -1
-        return self._kept[at] if 0 <= at < len(self._kept) else None
+        for kept in (self._judged, self._unjudged):
+            at = bisect_left(kept, number, key=_number)
+            if at < len(kept) and kept[at].number == number:
+                return kept[at]
+        return None
 
     async def wait(self, number: int, limit_s: float) -> None:
         """Until there is one after ``number``, for at most ``limit_s`` seconds; not at all once it is closed."""
@@ -72,3 +79,7 @@ class Recent:
         # A new event, since whoever waited for the old one must not wait for one that stays set.
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _number(finished: Finished) -> int:
+    return finished.number

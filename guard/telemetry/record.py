@@ -99,9 +99,10 @@ class RequestRecord:
     those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
     ``frames``: of a streamed answer, that came. ``held_s``: longest time that rules kept a part of a stream back.
-    ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``course``: how a stream's
-    scores went; not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was first sent upstream,
-    ``decided_s`` there was a decision on the prompt."""
+    ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``count``: how many
+    requests it stands for. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
+    ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
+    ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the prompt."""
 
     route: str
     policy: str
@@ -113,6 +114,8 @@ class RequestRecord:
     key: str | None = None
     tenant: str | None = None
     model: str | None = None
+    provider: str | None = None
+    answered_by: str | None = None
     streamed: bool = False
     assignment: str | None = None
     scores: Mapping[str, Score] = field(default_factory=dict)
@@ -127,6 +130,7 @@ class RequestRecord:
     outcome: Outcome = "internal_error"
     error_code: str | None = None
     limit: tuple[LimitScope, LimitKind] | None = None
+    count: int = 1
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -190,6 +194,7 @@ class RequestRecord:
         return {
             "time": self.started_at.isoformat(timespec="milliseconds"),
             "request_id": self.request_id,
+            "count": self.count,
             "client_request_id": self.client_request_id,
             "route": self.route,
             "key": self.key,
@@ -238,6 +243,8 @@ class RequestRecord:
 ENTRY_FIELDS: Mapping[str, str] = {
     "time": "When the request came, UTC.",
     "request_id": "Also the response header x-guard-request-id, and what vLLM was given; new each time.",
+    "count": "How many requests the entry stands for: 1, or, of requests that were refused for their key or by a limit "
+    "and were too many in a minute, all of a route that have no entry of their own; time is then the first one's.",
     "client_request_id": "What the client sent as x-request-id if that was short and plain; null otherwise.",
     "route": "Path, or other.",
     "key": "Id of the API key; null when none is asked for, or it was refused.",

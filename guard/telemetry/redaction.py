@@ -29,6 +29,9 @@ SECRETS = re.compile(
     | \bhf_[A-Za-z0-9]{30,}+ | \bnpm_[A-Za-z0-9]{36} | \bpypi-[\w\-]{32,}+
     | \bSG\.[\w\-]{16,64}+\.[\w\-]{32,}+                    # SendGrid
     | \bSK[0-9a-f]{32}\b                                    # Twilio
+    | (?<!\d)\d{8,10}:[A-Za-z0-9_\-]{35}(?![\w\-])          # Telegram
+    | \b[MNO][A-Za-z0-9]{23,27}\.[\w\-]{6}\.[\w\-]{27,}+    # Discord
+    | \bhooks\.slack\.com/services/T\w{6,20}/B\w{6,20}/\w{16,}+
     | \bshp(?:at|ca|pa|ss)_[0-9a-fA-F]{32} | \bdo[opr]_v1_[0-9a-f]{64} | \bdapi[0-9a-f]{32}
     | \bmg_[A-Za-z0-9_\-]{43}                               # the guard's own keys
     | (?<![\w\-])eyJ[\w\-]{8,}+\.[\w\-]{8,}+\.[\w\-]*+      # JSON web tokens
@@ -40,8 +43,20 @@ NAMED_SECRETS = re.compile(
     ( \b(?:bearer|basic)[ ]{1,8}+(?=[\w.~+/=\-]{16}) )
     ( [^\s"',;\\]++ )
     |
-    ( (?:password|passwd|passphrase|secret|(?:api|access|account|private|secret|signing)[_\-]?key|token)
-      \\{0,4}["']?\s{0,3}[:=]\s{0,3} )
+    ( \b(?:set-)?cookie2?\\{0,4}["']?\s{0,3}[:=]\s{0,3}\\{0,4}["']?(?=[\w.\-]{1,64}=) )
+    ( [^\r\n"'\\]{4,} )
+    |
+    ( (?<![\w\-])(?:-u|--user|--proxy-user)[ =]{0,3}["']?[^\s:"']{1,64}+: )
+    ( (?!\d{1,16}(?:[\s"']|\Z))[^\s"']{4,} )            # of docker, -u has numbers
+    |
+    ( (?<![\w\-])--(?:password|passwd|passphrase|token|secret|api-key)[ ]{1,3}["']? )
+    ( (?!-)[^\s"']{6,} )
+    |
+    ( (?:password|passwd|passphrase|passcode|secret|(?:api|access|account|private|secret|signing)[_\-]?key|token
+        |\bpwd(?=["']?\s?[:=]\s?["']?[^\s/"'$])            # and not the folder that one is in
+        |passwort|kennwort|mot[ ]de[ ]passe|contrase[ñn]a|senha|wachtwoord|l[öo]senord|adgangskode|passord|salasana
+        |has[łl]o|heslo|parola|jelsz[óo]|[şs]ifre|пароль|密码|密碼|パスワード|비밀번호)
+      \\{0,4}["']?\s{0,3}[:=\uff1a]\s{0,3} )
     (?: ( \\{0,4}" ) ( [^"\r\n]{5,}[^"\r\n\\] )
       | ( \\{0,4}' ) ( [^'\r\n]{5,}[^'\r\n\\] )
       | (?=(?:[,;]{0,3}[^\s"',;]){6})
@@ -57,12 +72,22 @@ that is to the last ``@`` before the path."""
 
 EMAILS = re.compile(
     r"""(?x)
-    (?<![\w.+%\-]) [\w.+%\-]++ @[\w\-]++(?:\.[\w\-]++)++
+    (?: (?<![\w.+%\-]) [\w.+%\-]++ (?:'[\w.+%\-]++)?+ | "[^"\r\n]{1,64}+" )
+    @ (?: [\w\-]++(?:\.[\w\-]++)++ | \[[0-9A-Fa-f:.]{2,45}\] )
     (?: [\w.+%\-]*+ @[\w\-]++(?:\.[\w\-]++)++ )*+    # one right behind the other
     """
 )
 
 DIGITS = re.compile(r"\d(?:[ \-\u00a0]?\d)++")
+SPACED_CARD = re.compile(
+    r"""(?x)
+    (?<!\d) \d{4}
+    (?P<space> [./_,:·•\t\u2009\u2010-\u2015\u202f] | [ ]{2,3} | [ ][.\-\u2013][ ] )
+    (?: \d{4} (?P=space) \d{4} (?P=space) \d{4} | \d{6} (?P=space) \d{4,5} ) (?!\d)
+    """
+)
+"""Cards whose groups have another sign between them. Only in these forms: other numbers have such signs, too."""
+
 GROUP = re.compile(r"\d+")
 CARD_GROUPS = ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 4, 4, 3), *((length,) for length in range(13, 20)))
 """How the digits of a card's number are grouped, where other digits stand beside it."""
@@ -85,6 +110,7 @@ def redaction(names: Sequence[str], patterns: Mapping[str, str]) -> Redact:
         if "emails" in names:
             text = _each(EMAILS, "email", text, counted)
         if "cards" in names:
+            text = SPACED_CARD.sub(lambda found: _without_card(found[0], counted), text)
             text = DIGITS.sub(lambda found: _without_cards(found[0], counted), text)
         if own:
             text = _unicode(text)
@@ -113,6 +139,10 @@ def _without_value(found: re.Match[str], counted: Counter[str]) -> str:
     """The last group is the value; the others are what says so."""
     *before, _value = (group for group in found.groups() if group is not None)
     return "".join(before) + _count("secret", counted)
+
+
+def _without_card(number: str, counted: Counter[str]) -> str:
+    return _count("card", counted) if _checks(number) else number
 
 
 def _without_cards(digits: str, counted: Counter[str]) -> str:

@@ -18,11 +18,16 @@ dashboards and alerts in [dashboards](../dashboards/README.md) rely on them, and
 No label holds anything that a client chooses. Every series exists before the first request, so that a rate is 0 and
 not absent. Series of a policy, rule or detector that is gone go with the second change of policies after it; where
 several worker processes share one port they stay. Histograms have `_bucket`, `_sum` and `_count`.
+
+Beside each counter and histogram stands a gauge that says when it began, in seconds since 1970: its name without
+`_total`, and with `_created` (`guard_requests_created`, `mia_queue_wait_seconds_created`). prometheus-client makes it
+in every program, vLLM too; `PROMETHEUS_DISABLE_CREATED_SERIES=true` leaves all out, and where several processes count
+together there are none.
 """
 OF_THE_PROXY = """
 ## The proxy
 `GET /metrics` on the proxy's port. Where several worker processes share one port, each answers with the numbers of all:
-counters and histograms are added up, gauges merged as the table says.
+counters and histograms are added up, those of processes that ended too, gauges merged as the table says.
 """
 OF_THE_ENGINE = """
 ## The engine's side

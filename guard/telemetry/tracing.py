@@ -1,9 +1,10 @@
 """Traces: a span for each request, and inside it for what the engine did, each decision, and each detector.
 
 Sent as OTLP over HTTP by OpenTelemetry's SDK, from a thread of its own; a collector that is slow or away costs spans
-and nothing else. Of the GenAI conventions (status Development) come ``gen_ai.operation.name``, ``gen_ai.usage.*`` and
-``gen_ai.request.model``. For guardrails there is no adopted convention: ``apply_guardrail`` and ``gen_ai.security.*``
-are those of open-telemetry/semantic-conventions#3233, a proposal.
+and nothing else. Of the GenAI conventions (status Development) come ``gen_ai.operation.name``,
+``gen_ai.provider.name``, ``gen_ai.usage.*``, ``gen_ai.request.model`` and ``gen_ai.response.model``. For guardrails
+there is no adopted convention: ``apply_guardrail`` and ``gen_ai.security.*`` are those of
+open-telemetry/semantic-conventions#3233, a proposal.
 
 Owns names and attributes of spans, and the trace context that goes on to vLLM. Holds no text of a prompt or an answer.
 Needs ``mia-guard[otlp]`` where it is used, and imports nothing of it elsewhere.
@@ -201,7 +202,10 @@ class _Spans:
         if model is not None and (operation := OPERATIONS.get(record.route)):
             span.update_name(f"{operation} {model}")
         told: dict[str, AttributeValue | None] = {
+            # Required beside an operation; where nobody was asked, the guard gave the answer.
+            "gen_ai.provider.name": (record.provider or SERVICE) if record.route in OPERATIONS else record.provider,
             "gen_ai.request.model": model,
+            "gen_ai.response.model": record.answered_by,
             "gen_ai.usage.input_tokens": record.prompt_tokens,
             "gen_ai.usage.output_tokens": record.completion_tokens,
             "http.response.status_code": record.status,

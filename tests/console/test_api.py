@@ -11,8 +11,10 @@ import pytest
 
 from detectors import registry
 from detectors.base import Score
+from guard.console import app
 from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER
+from guard.proxy import services
 from tests.console.conftest import Console, StartConsole
 from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED
 from tests.proxy.detectors import register
@@ -87,7 +89,7 @@ async def test_the_page_runs_nothing_but_its_own_files(console: Console) -> None
 
 async def test_requests_are_told_as_they_end(console: Console) -> None:
     _, before = await console.ask("GET", "/requests")
-    assert before == {"newest": 0, "requests": []}
+    assert before == {"newest": 0, "more": False, "requests": []}
     waiting = asyncio.create_task(console.ask("GET", "/requests?after=0&wait_s=20"))
     console.engine.logit = BLOCKED
     assert (await console.chat())[0] == 400
@@ -99,6 +101,40 @@ async def test_requests_are_told_as_they_end(console: Console) -> None:
     # A number from before a restart is not waited for.
     assert len((await console.ask("GET", "/requests?after=900&wait_s=20"))[1]["requests"]) == 1
     assert "private" not in json.dumps(told)
+
+
+async def test_every_request_that_is_kept_is_told_to_who_comes_late(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_LINES", 3)
+    for _ in range(7):
+        await console.chat()
+    seen, after, more = [], 0, True
+    while more:
+        _, told = await console.ask("GET", f"/requests?after={after}")
+        seen += [one["number"] for one in told["requests"]]
+        after, more = told["newest"], told["more"]
+    assert seen == [1, 2, 3, 4, 5, 6, 7]
+    assert after == 7
+
+
+async def test_requests_that_no_policy_judged_push_out_none_that_one_did(
+    start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "KEPT_FOR_CONSOLE", 3)
+    monkeypatch.setattr(services, "KEPT_UNJUDGED", 2)
+    async with running(FakeEngine()) as engine, start_console(engine) as console:
+        await console.chat()
+        for _ in range(3):
+            assert (await console.chat(messages="none"))[0] == 400
+            assert (await console.post(headers={"authorization": "Bearer guessed"}))[0] == 401
+        await console.chat()
+        _, told = await console.ask("GET", "/requests")
+        assert [one["number"] for one in told["requests"]] == [1, 6, 7, 8]
+        assert [(await console.ask("GET", f"/requests/{number}"))[0] for number in (1, 5, 7, 9)] == [200, 404, 200, 404]
+        for _ in range(2):
+            await console.chat()
+        assert (await console.ask("GET", "/requests/1"))[0] == 404
 
 
 async def test_a_decision_is_explained_rule_by_rule(console: Console) -> None:
@@ -294,10 +330,14 @@ async def test_text_that_a_policy_has_kept_is_shown_as_it_was_kept_and_can_be_lo
         _, page = await console.ask("GET", "/requests/1")
         assert page["content"]["messages"] == [messages[0], {"role": "user", "content": "I like [colour]"}]
         assert page["content"]["answer"] == "The answer is 42."
-        assert any("colour 1" in note for note in page["content"]["notes"])
+        assert page["content"]["changes"] == ["taken out before it was kept: colour 1"]
         status, seen = await console.ask("POST", "/requests/1/inspection", {})
         assert status == 200
         assert "".join(seen["tokens"]).endswith("I like [colour]The answer is 42.")
+        assert seen["changes"] == page["content"]["changes"]
+        await console.chat(messages=[{"role": "user", "content": "I like red"}], stream=stream)
+        await console.entries(2)
+        assert (await console.ask("POST", "/requests/2/inspection", {}))[1]["changes"] == []
 
 
 async def test_of_an_answer_alone_there_is_nothing_to_look_into(start_console: StartConsole) -> None:

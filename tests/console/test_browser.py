@@ -11,7 +11,7 @@ import pytest
 
 from guard.data import data_folder, default_policy
 from tests.console.conftest import Console, StartConsole
-from tests.proxy.conftest import BLOCKED, CLEAN, FLAGGED
+from tests.proxy.conftest import BLOCKED, CLEAN, FLAGGED, POLICY
 from tests.proxy.engine import FakeEngine, running
 
 playwright = pytest.importorskip("playwright.async_api", reason="needs playwright: make install")
@@ -179,6 +179,50 @@ async def test_what_clients_write_is_text_and_a_prompt_is_tried_and_looked_into(
         assert await tab.page.evaluate("window.hacked") is None
 
 
+async def test_values_of_a_text_that_was_changed_are_said_to_be_of_another(
+    browser: Any, start_console: StartConsole
+) -> None:
+    policy = POLICY + "capture: {prompt: true, patterns: {colour: blue}}\n"
+    async with running(FakeEngine()) as engine, start_console(engine, policy) as console:
+        for words in ("I like blue", "I like red"):
+            await console.chat(messages=[{"role": "user", "content": words}])
+        await console.entries(2)
+        async with opened(browser, console) as tab:
+            for number, changed in ((1, 1), (2, 0)):
+                await tab.page.click(f"tr[data-number='{number}']")
+                await tab.page.click("text=Look inside")
+                await tab.page.wait_for_selector(".tokens")
+                assert await tab.page.locator("text=Not the text that was judged (taken out").count() == changed
+                await tab.press("Escape")
+
+
+CUT = """
+() => [...document.querySelectorAll("select")].filter((one) => {
+  const alone = one.cloneNode(false);
+  alone.append(one.selectedOptions[0].cloneNode(true));
+  alone.style.cssText = "position: absolute; flex: none; max-width: none";
+  document.body.append(alone);
+  const needs = alone.offsetWidth;
+  alone.remove();
+  return needs > one.offsetWidth;
+}).map((one) => one.selectedOptions[0].text)
+"""
+"""What is chosen, of each choice that has no room for it."""
+
+
+async def test_more_requests_than_a_table_begins_with_are_shown_when_somebody_asks(
+    browser: Any, console: Console
+) -> None:
+    for _ in range(270):
+        await console.chat()
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector("text=270 requests")
+        assert await tab.page.locator("tr[data-number]").count() == 250
+        await tab.page.click("text=20 older requests: show more")
+        await tab.page.wait_for_selector("tr[data-number='1']")
+        assert not await tab.page.locator("button.more").is_visible()
+
+
 async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: Console) -> None:
     console.engine.logit = FLAGGED
     await console.chat(model="a-model-with-a-rather-long-name-" * 4)
@@ -189,6 +233,7 @@ async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: 
             bright = sum(int(part) for part in paper.removeprefix("rgb(").removesuffix(")").split(","))
             assert (bright < 384) == (scheme == "dark")
             assert await tab.fits()
+            assert await tab.page.evaluate(CUT) == []
             await tab.page.click("tr[data-number='1']")
             await tab.page.wait_for_selector(".rules")
             assert await tab.fits()

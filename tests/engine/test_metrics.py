@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from guard.mia.metrics import ENGINE, KINDS
 from guard.mia.results import HiddenReadout, Readouts, size_bytes
+from guard.telemetry.family import created
 from tests.engine.server import COMPLETIONS, Server, save_vector
 
 Found = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
@@ -38,6 +39,7 @@ async def test_every_series_is_there_and_is_what_is_declared(server: Server) -> 
     exposed = {
         one.name + ("_total" if one.type == "counter" else ""): one for one in ours if "_created" not in one.name
     }
+    assert {one.name for one in ours if "_created" in one.name} == {created(one) for one in ENGINE} - {None}
     assert exposed.keys() == {family.name for family in ENGINE}
     for family in ENGINE:
         one = exposed[family.name]

@@ -192,7 +192,8 @@ class FakeEngine:
             return web.json_response({"error": error}, status=400)
         reads = "hidden" in spec and self.event != "missing"
         if body["model"] in self.unserved:
-            return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
+            error = {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}
+            return web.json_response({"error": error}, status=404)
         script = self.scripts[min(len(self.bodies), len(self.scripts)) - 1]
         plain = "steer" not in spec or len(self.scripts) > 1
         text = "".join(script) if plain else "steered"

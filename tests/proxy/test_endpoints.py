@@ -15,7 +15,7 @@ from guard.proxy.errors import InvalidRequestError
 from guard.proxy.services import FORMS
 from guard.proxy.wire import Form
 from guard.settings import SettingsError
-from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED, Proxy, StartProxy
+from tests.proxy.conftest import BLOCKED, BODY, FLAGGED, POLICY, STEERED, Proxy, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_streaming import policy
@@ -404,6 +404,20 @@ async def test_embeddings_are_judged_by_their_text_and_unread_detectors_are_miss
     async with running(engine), start_proxy(engine, POLICY) as proxy:
         made = await proxy.post(EMBED, path="/v1/embeddings")
         assert (made[0], made[1]["x-guard-action"]) == (200, "flag")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_model_that_vllm_does_not_serve_is_a_404_with_its_code(
+    start_proxy: StartProxy, path: str, stream: bool
+) -> None:
+    async with running(FakeEngine(unserved=("tiny",))) as engine, start_proxy(engine) as proxy:
+        status, _, raw = await proxy.post({**BODY, "max_tokens": 9, "stream": stream}, path=path)
+        error = json.loads(raw)["error"]
+        assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert error["type"] == "invalid_request_error"
+        entry = await proxy.entry()
+    assert (entry["outcome"], entry["error_code"], entry["tokens"]["charged"]) == ("refused", "model_not_found", 0)
 
 
 async def test_other_paths_pass_where_the_operator_says_so_and_nowhere_else(start_proxy: StartProxy) -> None:

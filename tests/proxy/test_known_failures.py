@@ -36,7 +36,8 @@ async def test_no_client_can_make_metrics_grow(start_proxy: StartProxy, tmp_path
             assert (await proxy.post(BODY, headers, path=f"/v1/unknown/{i}"))[0] == 404
             assert (await proxy.post(BODY, {"authorization": f"Bearer guess-{i}"}))[0] == 401
         assert series_of((await proxy.get("/metrics"))[2]) == before
-        assert len(await proxy.entries(36)) == 36
+        # Two of the guesses are counted in one entry, when the minute is over.
+        assert len(await proxy.entries(34)) == 34
 
 
 @pytest.mark.parametrize(

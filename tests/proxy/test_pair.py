@@ -128,10 +128,21 @@ async def test_several_choices_are_all_answered(client: openai.AsyncOpenAI) -> N
 async def test_an_error_of_vllm_is_byte_for_byte_what_vllm_answers(
     engine_url: str, proxy_url: str, stream: bool
 ) -> None:
-    for more in ({"model": "another"}, {"temperature": -1}, {"max_tokens": 10**6}, {"tools": "none"}):
+    for more in ({"temperature": -1}, {"max_tokens": 10**6}, {"tools": "none"}):
         direct = await post(engine_url, body(stream=stream, **more))
-        assert direct[0] in (400, 404)
+        assert direct[0] == 400
         assert await post(proxy_url, body(stream=stream, **more)) == direct
+
+
+@both
+async def test_a_model_that_vllm_does_not_serve_is_the_error_that_openais_clients_know(
+    client: openai.AsyncOpenAI, ledger_path: Path, stream: bool
+) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.chat.completions.create(**body(stream=stream, model="another"))
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    entry = await ledger_entry(ledger_path, str(caught.value.request_id))
+    assert (entry["outcome"], entry["error_code"], entry["tokens"]["charged"]) == ("refused", "model_not_found", 0)
 
 
 @both

@@ -14,6 +14,7 @@ from guard.settings import SettingsError
 from tests.proxy.conftest import BODY, IMPATIENT, Proxy, StartProxy, eventually
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
+from tests.proxy.test_tracing import Collector, collecting, values
 
 POLICY = """\
 version: 1
@@ -87,6 +88,15 @@ async def test_texts_are_judged_and_the_models_inside_is_unavailable(
     assert (first["action"], first["rules"]) == ("flag", ["stop"])
     assert "another provider" in first["detectors"]["danger"]
     assert (second["action"], second["rule"]) == ("block", "words")
+
+
+async def test_a_span_names_the_provider(start_proxy: StartProxy, providers: Any) -> None:
+    async with collecting(Collector()) as collector, running(FakeEngine()) as far, running(FakeEngine()) as near:
+        options = {"providers": providers(far), "otlp_endpoint": collector.url}
+        async with start_proxy(near, PROMPT_ONLY, **options) as proxy:
+            assert (await proxy.post(ASKED))[0] == 200
+    told = values(collector.spans["chat far"].attributes)
+    assert (told["gen_ai.provider.name"], told["gen_ai.response.model"]) == ("openai", "far")
 
 
 async def test_an_answer_is_judged_as_vllms_is(start_proxy: StartProxy, providers: Any) -> None:

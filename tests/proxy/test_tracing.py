@@ -23,7 +23,7 @@ from guard.proxy.app import create_app
 from guard.settings import Settings, SettingsError, load_settings
 from guard.telemetry import tracing
 from guard.telemetry.tracing import decision_type
-from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED, StartProxy
+from tests.proxy.conftest import BLOCKED, BODY, FLAGGED, POLICY, STEERED, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_answers import DRIFTING
@@ -147,6 +147,31 @@ async def test_spans_say_what_was_asked_decided_and_measured_and_no_text(start_p
     assert detector["guard.detector.score"] == pytest.approx(0.62, abs=0.01)
     assert collector.resources[0]["service.name"] == "mia-guard"
     assert not any(text in raw for text in PRIVATE for raw in collector.raw)
+
+
+ANSWER = b'{"id":"1","object":"chat.completion","model":"served-name","choices":[]}'
+LENIENT = DRIFTING.replace("on_error: block", "on_error: flag")
+FRAMES = [b'data: {"model":"served-name","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n', b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize("policy", [POLICY, LENIENT], ids=["prompt", "answer"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_span_names_who_serves_the_model_and_what_the_answer_calls_it(
+    start_proxy: StartProxy, stream: bool, policy: str
+) -> None:
+    engine = FakeEngine(body=ANSWER, frames=FRAMES)
+    async with (
+        collecting(Collector()) as collector,
+        running(engine),
+        start_proxy(engine, policy, otlp_endpoint=collector.url) as proxy,
+    ):
+        assert (await proxy.post({**BODY, "stream": stream}))[0] == 200
+        assert (await proxy.post({"model": "tiny"}))[0] == 400
+    request = values(collector.spans["chat tiny"].attributes)
+    assert (request["gen_ai.provider.name"], request["gen_ai.response.model"]) == ("vllm", "served-name")
+    refused = values(collector.spans["POST /v1/chat/completions"].attributes)
+    assert refused["gen_ai.provider.name"] == "mia-guard"
+    assert "gen_ai.response.model" not in refused
 
 
 @pytest.mark.parametrize(

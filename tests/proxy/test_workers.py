@@ -70,11 +70,15 @@ async def test_several_workers_are_one_proxy(tmp_path: Path) -> None:
                 seen = seen + Counter([name]) if name == "other" else Counter()
         assert ready["policies_version"] != before[:12]
 
+        counted = Path(workers[0].environ()["PROMETHEUS_MULTIPROC_DIR"])
+        assert str(workers[0].pid) in counting_in(counted)
         workers[0].kill()
         async with asyncio.timeout(START_LIMIT_S):
             assert proxy.process.stdout is not None
             while b"is back" not in await proxy.process.stdout.readline():
                 pass
+        assert str(workers[0].pid) not in counting_in(counted)
+        assert "ended" in counting_in(counted)
         await ask()
         before_last, last = len(engine.bodies), asyncio.create_task(ask())
         while len(engine.bodies) == before_last:
@@ -86,6 +90,11 @@ async def test_several_workers_are_one_proxy(tmp_path: Path) -> None:
         checked = check(proxy.ledger)
         assert (checked.problems, checked.entries) == ([], len(proxy.outcomes()))
         assert not any(one.is_running() for one in workers)
+
+
+def counting_in(folder: Path) -> set[str]:
+    """Processes that have files there."""
+    return {file.stem.rpartition("_")[2] for file in folder.glob("*.db")}
 
 
 async def test_workers_end_when_the_process_that_started_them_is_killed_and_their_folder_with_the_next_start(

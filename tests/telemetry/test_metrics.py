@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from detectors.base import Score
 from guard.policy import Decision, RuleHit
 from guard.telemetry.families import PROXY, STATUSES
+from guard.telemetry.family import created
 from guard.telemetry.metrics import Metrics, PolicyLabels
 from guard.telemetry.record import Beside
 from guard.telemetry.reference import reference
+from guard.telemetry.shared_series import exposition_of, fold
 from tests.telemetry.records import CHAT, DEFAULT, blocked, metrics_of, record
 
 
@@ -43,6 +48,7 @@ def test_what_is_exposed_is_what_is_declared_label_by_label(metrics: Metrics) ->
     metrics.count(blocked())
     declared = {family.name: family for family in PROXY}
     exposed = [one for one in text_string_to_metric_families(metrics.exposition().decode())]
+    assert {one.name for one in exposed if one.name.endswith("_created")} == {created(one) for one in PROXY} - {None}
     exposed = [one for one in exposed if not one.name.endswith("_created")]
     assert {name_of(one) for one in exposed} == declared.keys()
     for one in exposed:
@@ -222,7 +228,6 @@ def test_two_proxies_in_one_process_do_not_share_their_counts(metrics: Metrics) 
 
 WORKER = """
 import sys
-from prometheus_client.multiprocess import mark_process_dead
 from guard.telemetry.metrics import PolicyLabels
 from tests.telemetry.records import blocked, metrics_of
 
@@ -233,7 +238,6 @@ for line in sys.stdin:
         case ["begin"]: metrics.in_flight.labels("other").inc()
         case ["reload", hash]: metrics.show([PolicyLabels("default", hash * 64, (), {})])
         case ["fail"]: metrics.count_reload("failure")
-        case ["forget", pid]: mark_process_dead(int(pid))
         case ["show"]: sys.stdout.write(metrics.exposition().decode())
     print("done", flush=True)
 """
@@ -295,11 +299,58 @@ def test_every_worker_process_answers_with_the_numbers_of_all(tmp_path: Path) ->
         one.do("reload", "1")
         assert other.value("guard_policy_info", policy="default", hash="0" * 64) == 0
         one.end()
-        other.do("forget", str(one.process.pid))
+        fold(tmp_path, {one.process.pid})
         assert other.value("guard_requests_in_flight", route="other") == 1, "what it had under way is over"
         assert other.value("guard_added_latency_seconds_count", route=CHAT) == 3, "what it had counted stays"
     finally:
         for worker in (one, other):
+            worker.process.kill()
+            worker.process.wait()
+
+
+def test_workers_that_ended_leave_their_counts_in_one_file_and_no_read_misses_or_doubles_any(tmp_path: Path) -> None:
+    made, living = Worker(tmp_path), Worker(tmp_path)
+    try:
+        made.do("count")
+        living.do("count")
+        made.do("reload", "1")
+        made.end()
+        pid = made.process.pid
+        # As many have ended as there are copies of what one of them left, one of these killed while it made a file.
+        ended = [pid + 1_000_000 * i for i in range(1, 21)]
+        for file in tmp_path.glob(f"*_{pid}.db"):
+            for one in ended:
+                shutil.copy(file, tmp_path / file.name.replace(str(pid), str(one)))
+        Path(tmp_path, f"counter_{pid * 7}.db").touch()
+        fold(tmp_path, {pid, pid * 7})
+        labels = {"route": CHAT, "policy": "default", "action": "block", "outcome": "blocked"}
+        seen, done = [], threading.Event()
+
+        def read() -> None:
+            while True:
+                found = values_in(exposition_of(tmp_path).decode())
+                counted = found["guard_requests_total", frozenset(labels.items())]
+                seen.append((counted, found["guard_added_latency_seconds_count", frozenset({("route", CHAT)})]))
+                if done.is_set():
+                    return
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        for one in ended:
+            fold(tmp_path, {one})
+        done.set()
+        reading.join()
+        read()
+        assert set(seen) == {(22.0, 22.0)}
+        assert living.value("guard_requests_total", **labels) == 22
+        assert living.value("guard_detector_score_bucket", detector="injection", kind="probe", le="1.0") == 22
+        assert living.value("guard_policy_files_in_force") == 1
+        bound = {"policy": "default", "rule": "injection", "detector": "injection", "bound": "at_least"}
+        assert math.isnan(living.value("guard_rule_threshold", **bound)), "who was told last knows that it is gone"
+        processes = {file.stem.rpartition("_")[2] for file in tmp_path.glob("*.db")}
+        assert processes == {str(living.process.pid), "ended"}
+    finally:
+        for worker in (made, living):
             worker.process.kill()
             worker.process.wait()
 

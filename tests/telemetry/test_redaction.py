@@ -51,6 +51,27 @@ def redacted(text: str, names: tuple[str, ...] = ALL, **patterns: str) -> tuple[
         ("redis://:pw@h", "redis://:[secret]@h"),
         ("SG." + "a1" * 11 + "." + "b-" * 21 + "c", "[secret]"),
         ("a@b.example+c@d.example, e@f.example", "[email], [email]"),
+        ("curl -u admin:SuperSecret99 https://h/x", "curl -u admin:[secret] https://h/x"),
+        ("curl --user 'admin:SuperSecret99' h", "curl --user 'admin:[secret]' h"),
+        ("curl -uadmin:pass1 h", "curl -uadmin:[secret] h"),
+        ("login --password hunter2hunter2 --verbose", "login --password [secret] --verbose"),
+        ("123456789:AAHd" + "a-_1" * 7 + "xyz", "[secret]"),
+        ("https://api.telegram.org/bot123456789:AAHd" + "aB1_" * 7 + "xyz/x", "https://api.telegram.org/bot[secret]/x"),
+        ("Cookie: session=abc123; theme=dark\nHost: h", "Cookie: [secret]\nHost: h"),
+        ("Set-Cookie: sid=abc123; Path=/; HttpOnly", "Set-Cookie: [secret]"),
+        ("curl -H 'Cookie: session=abc123' h", "curl -H 'Cookie: [secret]' h"),
+        (r"{\"Cookie\": \"session=abc123\", \"x\": 1}", r"{\"Cookie\": \"[secret]\", \"x\": 1}"),
+        ("4111.1111.1111.1111", "[card]"),
+        ("card 4111/1111/1111/1111, 3782.822463.10005", "card [card], [card]"),
+        ("4111  1111  1111  1111 and 4111 - 1111 - 1111 - 1111", "[card] and [card]"),
+        ('mail "a b"@example.com or c@[192.0.2.1]', "mail [email] or [email]"),
+        ("o'brien@example.com", "[email]"),
+        ("Passwort: geheim123!", "Passwort: [secret]"),
+        ("Mot de passe : azerty123", "Mot de passe : [secret]"),
+        ("contraseña: secreta99, пароль: qwerty12", "contraseña: [secret], пароль: [secret]"),
+        ("密码\uff1aabc12345", "密码\uff1a[secret]"),
+        ("Server=h;Uid=sa;Pwd=Sup3rS3cret", "Server=h;Uid=sa;Pwd=[secret]"),
+        ("https://hooks.slack.com/services/T01234567/B01234567/" + "aB3" * 8, "https://[secret]"),
     ],
 )
 def test_what_is_written_as_usual_is_taken_out(text: str, expected: str) -> None:
@@ -68,6 +89,12 @@ def test_what_is_written_as_usual_is_taken_out(text: str, expected: str) -> None
         "http://host:8080/a@b and https://host/x:y@z",
         "rows 10 20 30 40 50 60 70 80 90 15",
         "a task-force, basic income, risk-averse",
+        "cookie: a small cake, and cookies = good",
+        "docker run -u 1000:1000 image, sort -u a:b",
+        "PWD=/home/somebody/project",
+        "4111.1111.1111.1112 and 192.168.100.200, 1.2345.6789",
+        'he said "a b" @ noon, "x"@y',
+        "at 12345678:90 and 123456789:short",
     ],
 )
 def test_what_only_looks_a_little_like_it_stays(text: str) -> None:
@@ -100,6 +127,12 @@ BEGINNINGS = [
     "password=", "password:", "password=,", "token = ;", 'password="', "secret='\\", 'password="\\\\', "api_key=\\",
     "://", "://a:", "://a:b", "://:@", "a", "a@", "a@b", "a@b.", "a@b.c", "a@b.c+", ".", "+", "%@a", "1", "1 ",
     "4111 ", "4111 1111 1111 1112 ", "3782 822463 ", "4111111111111111 ", "1-", " ", "-", "\\", '"', "é", "\n",
+    "-u", "-u a:", "-u a", "--user ", "--password ", "--password", "12345678:", "12345678:AA", "1234567890:a-",
+    "Cookie: ",
+    "Cookie: a=", "cookie: a", "set-cookie:", "cookie", "M" + "a" * 24 + ".", "MaaaaaaaaaaaaaaaaaaaaaaaaN.aaaaaa.",
+    "hooks.slack.com/services/T", "hooks.slack.com/services/Taaaaaaa/Baaaaaaa/", "4111.", "4111.1111.1111.", "4111  ",
+    "4111 - ", "3782.822463.", "a'", "a'a@", '"a', '"a"@', '"a"@b.', "a@[", "a@[1.", "passwort", "passwort: ", "pwd=",
+    "mot de passe ", "пароль:", "密码\uff1a",
 ]  # fmt: skip
 
 

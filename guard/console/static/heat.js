@@ -6,8 +6,8 @@ import { percent, score } from "./format.js";
 
 const NAMES = { probe: "probability at each token", h_node: "probability at each token" };
 
-/** inspection: tokens, answer_from, layers; thresholds: detector -> name -> value. */
-export function heatMap({ tokens, answer_from: answerFrom, layers }, thresholds) {
+/** inspection: tokens, answer_from, changes, layers; thresholds: detector -> name -> value. */
+export function heatMap({ tokens, answer_from: answerFrom, changes, layers }, thresholds) {
   const readout = h("p", { class: "readout number", role: "status" });
   const chart = h("div", { class: "chart" });
   const spans = tokens.map((text, i) => h("span", { class: i >= answerFrom ? "token of-answer" : "token", "data-at": i }, visible(text)));
@@ -73,6 +73,7 @@ export function heatMap({ tokens, answer_from: answerFrom, layers }, thresholds)
   return h(
     "div",
     { class: "heat" },
+    changes.length > 0 && h("p", { class: "changed", role: "note" }, h("b", {}, "Not the text that was judged"), ` (${changes.join("; ")}). The values below are of the text as it was kept, so they differ from the scores that decided.`),
     choice,
     missing.map((one) => h("p", { class: "soft" }, h("b", {}, one.detector), ` ${one.reason}`)),
     shown && readout,

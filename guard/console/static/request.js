@@ -140,7 +140,8 @@ function drawText(section, request) {
     show(section, h("h2", {}, "Text"), h("p", { class: "soft" }, "Not kept: the policy that judged this request does not have its text captured."));
     return () => {};
   }
-  const { messages, answer, notes } = request.content;
+  const { messages, answer, changes } = request.content;
+  const notes = [...changes, ...request.content.notes];
   const status = h("span", { class: "soft", role: "status" });
   const button = h("button", { type: "button", on: { click: look } }, "Look inside");
   const place = h("div", {}, conversation(messages, answer));

@@ -6,10 +6,10 @@ import { clock, ms, plural, score } from "./format.js";
 import { store } from "./store.js";
 
 const ACTIONS = ["block", "route", "retry", "steer", "redact", "flag", "allow", "none"];
-const MOST_ROWS = 250;
+const ROWS = 250; // shown at first, and more at each wish: a thousand rows drawn anew every moment are slow
 
 // What somebody chose stays while the page is open, whatever else is looked at in between.
-const chosen = { actions: new Set(), policy: "", detector: "", paused: null, at: null };
+const chosen = { actions: new Set(), policy: "", detector: "", paused: null, at: null, rows: ROWS };
 
 export const actionBadge = (action) => h("span", { class: `action action-${action}` }, action);
 
@@ -20,6 +20,7 @@ export function requestsView(root, { go }) {
   const pause = h("button", { type: "button", class: "quiet", on: { click: toggle } });
   const state = h("p", { class: "state", role: "status" });
   const body = h("tbody");
+  const more = h("button", { type: "button", class: "quiet more", on: { click: () => { chosen.rows += ROWS; draw(); } } });
   const table = h(
     "table",
     { class: "requests" },
@@ -32,6 +33,7 @@ export function requestsView(root, { go }) {
     h("div", { class: "filters" }, chips, policies.box, detectors.box, h("span", { class: "space" }), pause),
     state,
     table,
+    more,
   );
 
   function select(label, field, every) {
@@ -92,7 +94,9 @@ export function requestsView(root, { go }) {
           : `${plural(found.length, "request")}${found.length < all.length ? ` of ${all.length}` : ""}${chosen.paused ? `, paused; ${missed} newer` : ""}`,
     );
     const focused = document.activeElement?.closest("tr")?.dataset.number;
-    show(body, found.slice(0, MOST_ROWS).map(row));
+    show(body, found.slice(0, chosen.rows).map(row));
+    more.hidden = found.length <= chosen.rows;
+    show(more, `${plural(found.length - chosen.rows, "older request")}: show more`);
     if (focused) body.querySelector(`tr[data-number="${CSS.escape(focused)}"] a`)?.focus({ preventScroll: true });
   }
 
