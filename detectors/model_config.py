@@ -6,6 +6,8 @@ Nothing here computes a score.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
@@ -138,6 +140,14 @@ class ModelConfig(Section):
             raise ValueError("figures that are not verified have published, and no calibration")
         return self
 
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits of what a score is computed from, its weights' hash among it, and not the thresholds:
+        scores that two files give compare where these are the same."""
+        told = {"model_info", "verified", "published", "calibration"}
+        content = self.model_dump(mode="json", exclude=told, exclude_defaults=True)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
     def threshold_values(self) -> dict[str, float]:
         if self.calibration is None:
             return {}
@@ -145,6 +155,12 @@ class ModelConfig(Section):
 
 
 Config = TypeVar("Config", bound=ModelConfig)
+
+
+def fingerprint_of(detector: object) -> str | None:
+    """Of the file that a detector was built from; None of one without such a file."""
+    config = getattr(detector, "config", None)
+    return config.fingerprint if isinstance(config, ModelConfig) else None
 
 
 def load_model_config(path: Path, schema: type[Config]) -> Config:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +54,19 @@ def load_policy(path: Path) -> LoadedPolicy:
     return LoadedPolicy(policy, path, hashlib.sha256(content.encode()).hexdigest(), root, files)
 
 
-def digests(loaded: LoadedPolicy) -> dict[str, str]:
+def digests(loaded: LoadedPolicy, files: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """Detector -> ``KIND@HASH`` of what its score depends on in a policy. Scores of two policies compare where these
-    are the same."""
-    return {name: f"{use.kind}@{_digest(loaded, name)[:12]}" for name, use in loaded.policy.detectors.items()}
+    are the same.
+
+    files: detector -> fingerprint of its calibration, which then stands behind: ``KIND@HASH+FILE``.
+    """
+    whole = {name: f"{use.kind}@{_digest(loaded, name)[:12]}" for name, use in loaded.policy.detectors.items()}
+    return {name: f"{digest}+{file}" if (file := (files or {}).get(name)) else digest for name, digest in whole.items()}
+
+
+def without_file(digest: str) -> str:
+    """What a policy alone says of a score, of a digest that says more."""
+    return digest.partition("+")[0]
 
 
 def _digest(loaded: LoadedPolicy, name: str) -> str:
