@@ -65,15 +65,20 @@ class Quality(Section):
 class Threshold(Section):
     """One operating point: a score at or above ``value`` is a hit. Set on validation rows, then tried on held-out ones.
 
-    Intervals are exact (Clopper-Pearson).
+    Intervals are exact (Clopper-Pearson), over groups of rows that are nearly the same where these are known.
     """
 
     value: float
     validation_benign: int
+    validation_benign_groups: int | None = None
+    """How many of these rows are different; None where each is taken for different, as in a ledger, which has no
+    texts, and in files of versions that did not count it."""
     validation_false_positives: int
     validation_fpr_interval: Interval | None = None
     """None in files of versions that did not write it."""
     held_out_benign: int
+    held_out_benign_groups: int | None = None
+    """As of validation rows."""
     held_out_false_positives: int
     held_out_fpr_interval: Interval
     held_out_attack: int

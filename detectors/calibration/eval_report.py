@@ -38,7 +38,8 @@ def html(about: Mapping[str, Any], reports: Mapping[str, DetectorReport]) -> str
         f"<h1>Detectors of {escape(str(about['model']))}</h1>",
         _table(("", ""), [(key, _one_line(value)) for key, value in about.items() if key != "data"]),
         "<p class=note>Held-out rows, which nothing was fitted to or chosen on. Intervals are 95 %: bootstrap over "
-        "groups of rows for measures, exact (Clopper-Pearson) for shares.</p>",
+        "groups of rows for measures, exact (Clopper-Pearson) for shares, with as many trials as there are groups: "
+        "rows of one group are nearly the same or of one family.</p>",
         "<h2>All sets together</h2>",
         _measures(((name, report.pooled) for name, report in reports.items()), "detector"),
         roc_plot({name: report.curve for name, report in reports.items()}),
@@ -99,7 +100,8 @@ def _at(at: AtThreshold) -> str:
 def _hits(hits: Hits | None) -> str:
     if hits is None:
         return ""
-    return f"{hits.hits} of {hits.rows} ({hits.interval[0]:.1%} to {hits.interval[1]:.1%})"
+    different = "" if hits.groups == hits.rows else f", {hits.groups} different"
+    return f"{hits.hits} of {hits.rows}{different} ({hits.interval[0]:.1%} to {hits.interval[1]:.1%})"
 
 
 def _measures(named: Iterable[tuple[str, Measured]], heading: str) -> str:

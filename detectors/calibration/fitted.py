@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from detectors.calibration.metrics import Labels, Scores, quality, thresholds
+from detectors.calibration.metrics import Labels, Scores, Tried, quality, thresholds
 from detectors.calibration.provenance import versions, weights_sha256
 from detectors.model_config import Calibration, DataSource, ModelConfig, ModelInfo, Quality
 
@@ -48,12 +48,14 @@ class Fitted:
 @dataclass(frozen=True)
 class Scored:
     """Scores with what they are measured by, each ``[rows]``. groups: rows of one idea, which the bootstrap draws
-    together; sources: the data set of each row."""
+    together; sources: the data set of each row; alike: rows that count as one in a share of rows, None where each is
+    different from all others."""
 
     scores: Scores
     labels: Labels
     groups: Sequence[str]
     sources: Sequence[str]
+    alike: Sequence[str] | None = None
 
     def quality(self, seed: int) -> Quality:
         return quality(self.scores, self.labels, self.groups, self.sources, seed)
@@ -64,7 +66,7 @@ def calibration(
     method: str,
     data: tuple[DataSource, ...],
     choices: dict[str, str],
-    setting: tuple[Scores, Labels],
+    setting: Tried,
     held_out: Scored,
     text_baseline: Scored,
 ) -> Calibration:
@@ -81,7 +83,7 @@ def calibration(
         choices=choices,
         quality=held_out.quality(job.seed),
         text_baseline=text_baseline.quality(job.seed),
-        thresholds=thresholds(setting, (held_out.scores, held_out.labels)),
+        thresholds=thresholds(setting, Tried(held_out.scores, held_out.labels, held_out.alike)),
     )
 
 

@@ -22,6 +22,7 @@ from detectors.calibration.metrics import (
     BUDGETS,
     BudgetError,
     Scores,
+    Tried,
     check_budget,
     rows_needed,
     threshold,
@@ -73,10 +74,9 @@ def recalibrate(config: Path, ledger: Path, detector: str, budgets: Sequence[flo
         yield f"{name}: left as it was, it needs {rows_needed(wanted[name])} scores to set and there are {count}"
     kept = raw["calibration"]["thresholds"]
     for name, budget in chosen.items():
-        labels = np.zeros(len(setting), np.int64), np.zeros(len(trying), np.int64)
         value = threshold_for_fpr(setting, budget)
         _check_reachable(name, value, setting)
-        point: Threshold = threshold(value, (setting, labels[0]), (trying, labels[1]))
+        point: Threshold = threshold(value, _benign(setting), _benign(trying))
         before = kept.get(name, {}).get("value")
         kept[name] = point.model_dump()
         low, high = point.held_out_fpr_interval.low, point.held_out_fpr_interval.high
@@ -93,6 +93,10 @@ def recalibrate(config: Path, ledger: Path, detector: str, budgets: Sequence[flo
     )
     _write(config, raw, traffic.measured.partition("@")[0])
     yield f"wrote {config}; a running guard reads it at its next reload or start"
+
+
+def _benign(scores: Scores) -> Tried:
+    return Tried(scores, np.zeros(len(scores), np.int64))
 
 
 def _told(traffic: Traffic, detector: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from detectors.calibration.fit_text_baseline import text_baseline_files, unseen_
 from detectors.calibration.fit_tool_risk import fit_tool_risk, tool_risk_files
 from detectors.calibration.fit_tracker import fit_tracker, tracker_scores
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
-from detectors.calibration.metrics import Labels, Scores
+from detectors.calibration.metrics import Labels, Scores, Tried
 from detectors.calibration.provenance import data_sources
 from detectors.calibration.rows import Row
 from detectors.calibration.scoring import combined
@@ -74,7 +74,7 @@ class _Data:
         return [row.group for row in self.rows]
 
     def scored(self, scores: Scores) -> Scored:
-        return Scored(scores, self.labels, self.groups, [row.source for row in self.rows])
+        return Scored(scores, self.labels, self.groups, [row.source for row in self.rows], alike=self.groups)
 
 
 def fit_on_prompts(
@@ -145,9 +145,7 @@ class _Prompts:
     def probe_held_out(self) -> Scores:
         return np.asarray(sigmoid(self.probe.logits(self.held_out.features)))
 
-    def _calibration(
-        self, method: str, choices: dict[str, str], setting: tuple[Scores, Labels], scores: Scores
-    ) -> Calibration:
+    def _calibration(self, method: str, choices: dict[str, str], setting: Tried, scores: Scores) -> Calibration:
         held_out, sources = self.held_out.scored(scores), data_sources(self.rows)
         return calibration(self.job, method, sources, choices, setting, held_out, self.text_held_out)
 
@@ -156,7 +154,7 @@ class _Prompts:
         train, validation = self.train, self.validation
         tracker = fit_tracker(train.features, train.labels, validation.features, validation.labels)
         heads = np.array([self.features.heads.index(head) for head in tracker.heads])
-        setting = (tracker_scores(validation.features, heads), validation.labels)
+        setting = Tried(tracker_scores(validation.features, heads), validation.labels, validation.groups)
         scores = tracker_scores(self.held_out.features, heads)
         config = AttentionTrackerConfig(
             model_info=self.job.model_info,
@@ -174,7 +172,7 @@ class _Prompts:
             },
             metadata={"model": self.job.config_key},  # one entry: the format keeps several in no fixed order
         )
-        setting = (np.asarray(sigmoid(probe.unseen)), self.both_labels)
+        setting = Tried(np.asarray(sigmoid(probe.unseen)), self.both_labels, self.both_groups)
         config = ProbeConfig(
             model_info=self.job.model_info,
             params=ProbeParams.model_validate(
@@ -201,7 +199,7 @@ class _Prompts:
                     "variant": f"AUROC on validation rows: {variant(self.text)}",
                     "calibration": "Platt scaling on out-of-fold scores",
                 },
-                (unseen, self.both_labels),
+                Tried(unseen, self.both_labels, self.both_groups),
                 self._text_probabilities(),
             ),
         )
@@ -221,7 +219,7 @@ class _Prompts:
         unseen = {"probe": np.asarray(sigmoid(self.probe.unseen)), "text_baseline": self.text_detector[2]}
         self.say("fitting the combination")
         params = fit_combination(unseen, self.both_labels)
-        setting = (self._combined(params, unseen), self.both_labels)
+        setting = Tried(self._combined(params, unseen), self.both_labels, self.both_groups)
         held_out = {"probe": self.probe_held_out, "text_baseline": self._text_probabilities()}
         weights = ", ".join(f"{kind} {one.weight:.2f}" for kind, one in params.inputs.items())
         config = CombinationConfig(
@@ -252,7 +250,8 @@ class _Prompts:
         train, validation, held_out = parts
         fitted = fit_tool_risk(_statements(train), _statements(validation))
         params, weights = tool_risk_files(fitted, self.job.config_key)
-        setting = (np.asarray(sigmoid(fitted.logits(_statements(validation).states))), validation.labels)
+        unseen = np.asarray(sigmoid(fitted.logits(_statements(validation).states)))
+        setting = Tried(unseen, validation.labels, validation.groups)
         scores = np.asarray(sigmoid(fitted.logits(_statements(held_out).states)))
         config = ToolCallRiskConfig(
             model_info=self.job.model_info,

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from detectors.calibration.cli import calibrate
-from detectors.calibration.data import load_rows
+from detectors.calibration.data import chosen_sets, load_rows
 from detectors.calibration.own_rows import own_rows
 from detectors.calibration.sources import DataError
 
@@ -91,3 +91,11 @@ def test_too_few_rows_and_unknown_sets_are_said(tmp_path: Path) -> None:
         load_rows([str(jsonl(tmp_path, GOOD))], 0, None, False)
     with pytest.raises(DataError, match=r"no data set 'nonsense'; there are: .*spikee.*\*\.jsonl"):
         load_rows(["nonsense"], 0, None, False)
+
+
+def test_a_file_that_is_given_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl(tmp_path, GOOD)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    _, files = chosen_sets(["mine.jsonl", "./mine.jsonl", str(path), "link.jsonl"])
+    assert files == [Path("mine.jsonl")]
