@@ -114,7 +114,8 @@ def _reports(
 def _about(request: Request, key: str, command: str, material: Material) -> dict[str, Any]:
     import datetime
 
-    from detectors.calibration.provenance import data_sources, versions, weights_sha256
+    from detectors.calibration.provenance import data_sources, versions
+    from guard.model_weights import weights_sha256
 
     return {
         "model": key,

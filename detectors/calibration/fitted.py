@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from detectors.calibration.metrics import Labels, Scores, Tried, quality, thresholds
-from detectors.calibration.provenance import versions, weights_sha256
+from detectors.calibration.provenance import versions
 from detectors.model_config import Calibration, DataSource, ModelConfig, ModelInfo, Quality
+from guard.model_weights import weights_sha256
 
 Pooling = Literal["last_token", "mean"]
 

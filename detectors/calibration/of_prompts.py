@@ -163,30 +163,35 @@ class _Prompts:
         )
         return Fitted(config)
 
-    def _probe(self) -> Fitted:
-        probe, file = self.probe, f"{self.job.config_key}.safetensors"
+    @cached_property
+    def probe_files(self) -> tuple[ProbeParams, bytes]:
+        """What is written."""
+        probe, config_key = self.probe, self.job.config_key
         weights = save(
             {
                 WEIGHT: probe.linear.weight.astype(np.float32),
                 BIAS: np.array([probe.linear.bias], dtype=np.float32),
             },
-            metadata={"model": self.job.config_key},  # one entry: the format keeps several in no fixed order
+            metadata={"model": config_key},  # one entry: the format keeps several in no fixed order
         )
-        setting = Tried(np.asarray(sigmoid(probe.unseen)), self.both_labels, self.both_groups)
+        given = {
+            "layers": probe.layers,
+            "hidden_size": self.features.hidden.shape[-1],
+            "weights": f"{config_key}.safetensors",
+            "weights_sha256": hashlib.sha256(weights).hexdigest(),
+            **({"pooling": probe.choice.pooling} if probe.choice.pooling != "last_token" else {}),
+        }
+        return ProbeParams.model_validate(given), weights
+
+    def _probe(self) -> Fitted:
+        params, weights = self.probe_files
+        setting = Tried(np.asarray(sigmoid(self.probe.unseen)), self.both_labels, self.both_groups)
         config = ProbeConfig(
             model_info=self.job.model_info,
-            params=ProbeParams.model_validate(
-                {
-                    "layers": probe.layers,
-                    "hidden_size": self.features.hidden.shape[-1],
-                    "weights": file,
-                    "weights_sha256": hashlib.sha256(weights).hexdigest(),
-                    **({"pooling": probe.choice.pooling} if probe.choice.pooling != "last_token" else {}),
-                }
-            ),
-            calibration=self._calibration("logistic regression", probe.choices, setting, self.probe_held_out),
+            params=params,
+            calibration=self._calibration("logistic regression", self.probe.choices, setting, self.probe_held_out),
         )
-        return Fitted(config, {file: weights})
+        return Fitted(config, {params.weights: weights})
 
     def _text(self) -> Fitted:
         params, files, unseen = self.text_detector
@@ -218,7 +223,12 @@ class _Prompts:
         """Of what the model computes and what the text says. Fitted to scores of rows that neither input's fit saw."""
         unseen = {"probe": np.asarray(sigmoid(self.probe.unseen)), "text_baseline": self.text_detector[2]}
         self.say("fitting the combination")
-        params = fit_combination(unseen, self.both_labels)
+        inputs = {
+            "probe": ProbeConfig(model_info=self.job.model_info, params=self.probe_files[0]),
+            "text_baseline": TextBaselineConfig(model_info=self.job.model_info, params=self.text_detector[0]),
+        }
+        fitted_to = {kind: config.fingerprint for kind, config in inputs.items()}
+        params = fit_combination(unseen, self.both_labels, fitted_to=fitted_to)
         setting = Tried(self._combined(params, unseen), self.both_labels, self.both_groups)
         held_out = {"probe": self.probe_held_out, "text_baseline": self._text_probabilities()}
         weights = ", ".join(f"{kind} {one.weight:.2f}" for kind, one in params.inputs.items())
