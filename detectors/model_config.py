@@ -109,6 +109,9 @@ class Calibration(Section):
     model_sha256: str
     """Of the model's weights file."""
     data: tuple[DataSource, ...]
+    seen_rows: str = ""
+    """Digests of the texts that were fitted to, chosen on or set thresholds, in base64, so that an evaluation can tell
+    when it measures on them; empty in files of versions that did not write it, and of statements made from facts."""
     choices: dict[str, str]
     """What was chosen -> on which rows and how it fared."""
     quality: Quality
@@ -151,6 +154,9 @@ class ModelConfig(Section):
         scores that two files give compare where these are the same."""
         told = {"model_info", "verified", "published", "calibration"}
         content = self.model_dump(mode="json", exclude=told, exclude_defaults=True)
+        params = content.get("params", {})
+        for name in [name for name in params if f"{name}_sha256" in params]:
+            del params[name]  # a file is what it holds, whatever it is called
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
     def threshold_values(self) -> dict[str, float]:

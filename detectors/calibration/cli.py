@@ -40,6 +40,10 @@ OFFLINE = {"h_node", "science_hallucination"}
 """Kinds that read other conversations than those of ``--data``."""
 
 
+TOGETHER = "probe text_baseline combination"
+"""A combination is fitted to the scores of the other two."""
+
+
 class Pooling(enum.StrEnum):
     """At which tokens the probe reads."""
 
@@ -149,9 +153,18 @@ def _calibrate(job: Job, request: Request, out: Path) -> None:
             reporter.say(f"wrote {path}")
         for kind_, one in fitted.items():
             reporter.show_quality(kind_, one.config)
+        if {"probe", "text_baseline"} & set(fitted) and "combination" not in fitted:
+            old = out / "combination" / f"{job.config_key}.json"
+            if old.exists():
+                reporter.say(
+                    f"warning: {old} was fitted to what was there before; guard calibrate {TOGETHER} fits anew"
+                )
         if Kind.steering.value in job.kinds:
             for path in calibrate_steering(job, out, reporter.say):
                 reporter.say(f"wrote {path}")
+        if set(KINDS) & set(fitted):
+            again = shlex.join([*kinds_and(request.data, request.most_rows or 0), "--model", job.model_id])
+            reporter.say(f"to evaluate: guard eval --model-configs {shlex.quote(str(out))} {again} --seed {job.seed}")
 
 
 def _threshold(

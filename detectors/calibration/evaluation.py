@@ -99,6 +99,8 @@ class DetectorReport:
     curve: Curve
     left_out: dict[str, Measured] = field(default_factory=dict)
     """Set -> measures on all of its rows, by a detector that was fitted without them."""
+    remarks: tuple[str, ...] = ()
+    """Why the figures may not be the detector's own: rows that it has seen, other weights."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,11 @@ def measured(
 
 
 def report_of(
-    rated: Rated, thresholds: Mapping[str, float], seed: int, left_out: dict[str, Measured] | None = None
+    rated: Rated,
+    thresholds: Mapping[str, float],
+    seed: int,
+    left_out: dict[str, Measured] | None = None,
+    remarks: Sequence[str] = (),
 ) -> DetectorReport:
     """Everything about one detector. ``rated``: its scores on held-out rows, those of positions among them."""
     plain = rated.where(lambda row, _: row.source != "positions")
@@ -170,6 +176,7 @@ def report_of(
         thresholds={name: at_threshold(rated, kept, value) for name, value in thresholds.items()},
         curve=curve_of(kept),
         left_out=left_out or {},
+        remarks=tuple(remarks),
     )
 
 

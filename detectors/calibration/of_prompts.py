@@ -32,6 +32,7 @@ from detectors.calibration.metrics import Labels, Scores, Tried
 from detectors.calibration.provenance import data_sources
 from detectors.calibration.rows import Row
 from detectors.calibration.scoring import combined
+from detectors.calibration.seen_rows import seen_digests
 from detectors.calibration.sources import DataError
 from detectors.combination import Combination, CombinationConfig
 from detectors.combination import Params as CombinationParams
@@ -147,7 +148,8 @@ class _Prompts:
 
     def _calibration(self, method: str, choices: dict[str, str], setting: Tried, scores: Scores) -> Calibration:
         held_out, sources = self.held_out.scored(scores), data_sources(self.rows)
-        return calibration(self.job, method, sources, choices, setting, held_out, self.text_held_out)
+        seen = seen_digests(self.rows)
+        return calibration(self.job, method, sources, choices, setting, held_out, self.text_held_out, seen)
 
     def _tracker(self) -> Fitted:
         self.say("choosing heads for the attention tracker")
@@ -274,6 +276,8 @@ class _Prompts:
                 setting,
                 held_out.scored(scores),
                 held_out.scored(baseline_scores(self.text, held_out.texts)),
+                # The text baseline beside it saw more; it is not what is calibrated.
+                seen_digests([*train.rows, *validation.rows]),
             ),
         )
         return Fitted(config, {params.weights: weights})

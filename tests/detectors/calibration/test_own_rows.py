@@ -99,3 +99,11 @@ def test_a_file_that_is_given_twice_counts_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     _, files = chosen_sets(["mine.jsonl", "./mine.jsonl", str(path), "link.jsonl"])
     assert files == [Path("mine.jsonl")]
+
+
+def test_a_suffix_in_capitals_is_the_same_format(tmp_path: Path) -> None:
+    table = tmp_path / "MINE.CSV"
+    table.write_text('text,label\n"Hello, you",benign\n', encoding="utf-8")
+    lines = jsonl(tmp_path, GOOD).rename(tmp_path / "MINE.JSONL")
+    assert chosen_sets([str(table), str(lines)]) == ([], [table, lines])
+    assert [row.text for path in (table, lines) for row in own_rows(path, seed=0)] == ["Hello, you", GOOD["text"]]
