@@ -70,9 +70,9 @@ def recalibrate(config: Path, ledger: Path, detector: str, budgets: Sequence[flo
     if not chosen:
         check_budget(count, max(wanted.values()))
     yield from _told(traffic, detector)
-    for name in wanted.keys() - chosen.keys():
+    for name in (name for name in wanted if name not in chosen):
         yield f"{name}: left as it was, it needs {rows_needed(wanted[name])} scores to set and there are {count}"
-    kept = raw["calibration"]["thresholds"]
+    kept, told = raw["calibration"]["thresholds"], list[str]()
     for name, budget in chosen.items():
         value = threshold_for_fpr(setting, budget)
         _check_reachable(name, value, setting)
@@ -80,7 +80,7 @@ def recalibrate(config: Path, ledger: Path, detector: str, budgets: Sequence[flo
         before = kept.get(name, {}).get("value")
         kept[name] = point.model_dump()
         low, high = point.held_out_fpr_interval.low, point.held_out_fpr_interval.high
-        yield (
+        told.append(
             f"{name}: {value:.4f}"
             + (f" (was {before:.4f})" if before is not None else "")
             + f"; set on {len(setting)}, "
@@ -92,6 +92,7 @@ def recalibrate(config: Path, ledger: Path, detector: str, budgets: Sequence[flo
         f"{len(traffic.scores)} scores in a ledger, by guard calibrate threshold; attacks caught are not known"
     )
     _write(config, raw, traffic.measured.partition("@")[0])
+    yield from told
     yield f"wrote {config}; a running guard reads it at its next reload or start"
 
 

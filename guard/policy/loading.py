@@ -76,5 +76,16 @@ def _digest(loaded: LoadedPolicy, name: str) -> str:
     if use.config is not None and use.config.endswith((".json", ".npz")):
         file = loaded.file_of(("detectors", name, "config")).parent / use.config
         # Two folders may have a file of that name; where it is missing nothing is measured with it.
-        content += file.read_bytes() if file.is_file() else b""
+        content += _without_calibration(file.read_bytes()) if file.is_file() else b""
     return hashlib.sha256(content).hexdigest()
+
+
+def _without_calibration(content: bytes) -> bytes:
+    """New thresholds leave scores as they are."""
+    try:
+        raw = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(raw, dict):
+        return content
+    return json.dumps({name: value for name, value in raw.items() if name != "calibration"}, sort_keys=True).encode()
