@@ -30,6 +30,9 @@ class Input(Section):
     """``logit``: the score is a probability. ``identity``: as it is."""
     when_missing: float | None = None
     """The score that is taken where there is none; None: without it there is no combination."""
+    fitted_to: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")] | None = None
+    """Fingerprint of the detector whose scores the weight was fitted to, as a ledger's ``measured`` has it behind
+    ``+``; None in files of versions that did not write it."""
 
 
 class Params(Section):

@@ -12,6 +12,7 @@ Weights are our safetensors with a JSON beside them, or MIA's ``probe.npz`` with
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ def read_mia_probe(npz: Path, *, read: Literal["answer", "prompt"] = "prompt") -
         read=read,
         pooling="last_token",
         weights="probe.safetensors",
-        weights_sha256="",
+        weights_sha256=hashlib.sha256(npz.read_bytes()).hexdigest(),
     )
     if size != int(arrays["hidden_size"]):
         raise ModelConfigError(f"{npz}: hidden_size is {int(arrays['hidden_size'])}, and the weights are for {size}")

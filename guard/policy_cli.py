@@ -55,7 +55,8 @@ def lint(
 
     folder = _model_configs(model_configs)
     config_key = _config_key(model, folder) if model else None
-    raise typer.Exit(lint(files, typer.echo, config_key=config_key, model_configs=folder))
+    at = _model_folder(model) if model else None
+    raise typer.Exit(lint(files, typer.echo, config_key=config_key, model_configs=folder, model=at))
 
 
 @policy_app.command("test", epilog=TEST_END)
@@ -234,6 +235,18 @@ def _config_key(model: str, folder: Path) -> str:
         return resolve_model(model).config_key
     except ModelError as error:
         _fail(str(error))
+
+
+def _model_folder(model: str) -> Path | None:
+    """Where it is, if it is on this machine; a name of files of ``model_configs`` may be a short name's."""
+    from guard.models import SOURCES, ModelError, model_folder, resolve_model
+
+    if (source := next((one for one in SOURCES.values() if one.name == model), None)) is not None:
+        return model_folder(source)
+    try:
+        return Path(resolve_model(model).path)
+    except ModelError:
+        return None
 
 
 def _own_ledger() -> Path:

@@ -26,6 +26,7 @@ from guard.mia.spec import SpanPositions
 from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, resolve_model
 from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
+from guard.policy.calibrated import calibration_remarks
 from guard.proxy.keys import KeysError
 from guard.proxy.services import reranker_of
 from guard.proxy_process import checked_services
@@ -222,6 +223,9 @@ def probes_folder(port: int) -> Path:
 
 def _engine_command(options: ServeOptions, model: ResolvedModel, settings: Settings) -> EngineCommand:
     policies = bound_policies(settings.policy, model.config_key, settings.model_configs).policies
+    for one in policies:
+        for remark in calibration_remarks(one, Path(model.path)):
+            say(f"warning: policy {one.name}: {remark}")
     folder = probes_folder(options.engine_port)
     write_probes(probes_for(policies).values(), folder)
     return engine_command(

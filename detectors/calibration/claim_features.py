@@ -14,11 +14,11 @@ import numpy as np
 from detectors.calibration.claims import Claim
 from detectors.calibration.feature_store import FeatureStore, Plan, Reading
 from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, candidate_layers, model_shape
-from detectors.calibration.provenance import weights_sha256
 from detectors.calibration.readers import ROWS_PER_STEP, open_engine
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import FloatArray, Readouts, RowsReadout
 from guard.mia.spec import HiddenCapture, MiaSpec, SpanPositions
+from guard.model_weights import weights_sha256
 
 ANSWER = "answer"
 

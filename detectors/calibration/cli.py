@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from detectors.calibration.fitted import Fitted, Job
     from detectors.calibration.material import Request
 
-DEFAULT_ROWS = 1500
-"""Enough benign validation rows for a budget of 1 %, and minutes on a CPU for a small model."""
+DEFAULT_ROWS = 1600
+"""Enough different benign validation rows for a budget of 1 %, and minutes on a CPU for a small model."""
 
 
 class Kind(enum.StrEnum):
@@ -38,6 +38,10 @@ class Kind(enum.StrEnum):
 
 OFFLINE = {"h_node", "science_hallucination"}
 """Kinds that read other conversations than those of ``--data``."""
+
+
+TOGETHER = "probe text_baseline combination"
+"""A combination is fitted to the scores of the other two."""
 
 
 class Pooling(enum.StrEnum):
@@ -149,9 +153,18 @@ def _calibrate(job: Job, request: Request, out: Path) -> None:
             reporter.say(f"wrote {path}")
         for kind_, one in fitted.items():
             reporter.show_quality(kind_, one.config)
+        if {"probe", "text_baseline"} & set(fitted) and "combination" not in fitted:
+            old = out / "combination" / f"{job.config_key}.json"
+            if old.exists():
+                reporter.say(
+                    f"warning: {old} was fitted to what was there before; guard calibrate {TOGETHER} fits anew"
+                )
         if Kind.steering.value in job.kinds:
             for path in calibrate_steering(job, out, reporter.say):
                 reporter.say(f"wrote {path}")
+        if set(KINDS) & set(fitted):
+            again = shlex.join([*kinds_and(request.data, request.most_rows or 0), "--model", job.model_id])
+            reporter.say(f"to evaluate: guard eval --model-configs {shlex.quote(str(out))} {again} --seed {job.seed}")
 
 
 def _threshold(

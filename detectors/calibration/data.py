@@ -40,7 +40,8 @@ def chosen_sets(names: Sequence[str]) -> tuple[list[str], list[Path]]:
             raise DataError(
                 f"no data set {name!r}; there are: {', '.join(sorted(SETS))}, all, installed, and files *.jsonl, *.csv"
             )
-    return list(dict.fromkeys(sets)), files
+    # However it is spelt, a file is one file, and its rows count once.
+    return list(dict.fromkeys(sets)), list({file.resolve(): file for file in reversed(files)}.values())[::-1]
 
 
 def load_rows(

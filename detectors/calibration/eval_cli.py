@@ -14,9 +14,12 @@ import typer
 from detectors.calibration.cli import ApiKey, Data, Model, Rows, Seed, Url, kinds_and, model_folder, told_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from detectors.calibration.evaluation import DetectorReport
     from detectors.calibration.material import Material, Request
     from detectors.calibration.progress import Reporter
+    from detectors.calibration.rows import Row
 
 DETECTORS = ("probe", "attention_tracker", "text_baseline", "combination", "tool_call_risk")
 """In the order in which they are scored: the combination comes behind its inputs."""
@@ -39,7 +42,8 @@ def evaluate(
 ) -> None:
     """Measure the detectors of a model on held-out rows: by set, language, length and place, and with sets left out.
 
-    The rows must be those that the detectors were calibrated with: same --data, --rows and --seed.
+    The rows must be those that the detectors were calibrated with: same --data, --rows and --seed. Of a detector
+    that has seen rows which are measured here, the report says so.
     """
     with told_errors():
         from detectors.calibration.material import Request
@@ -61,12 +65,15 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
     from detectors.calibration.material import gather
     from detectors.calibration.progress import Reporter
     from guard.data import data_folder
+    from guard.model_weights import weights_sha256
 
     folder = configs or data_folder("model_configs")
     with Reporter() as reporter:
         material = gather(request, reporter.say, reporter.total, reporter.advance_to)
-        reports = _reports(material, folder, key, request.seed, with_left_out, reporter)
-        about = _about(request, key, command, material)
+        sha256 = weights_sha256(request.model)
+        reporter.say(f"the detectors of {folder}" + ("" if configs else ", which ship; others: --model-configs FOLDER"))
+        reports = _reports(material, folder, key, request.seed, sha256, with_left_out, reporter)
+        about = _about(request, key, command, material, folder, sha256)
         out.mkdir(parents=True, exist_ok=True)
         content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
         (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -76,7 +83,7 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
 
 
 def _reports(
-    material: Material, configs: Path, key: str, seed: int, with_left_out: bool, reporter: Reporter
+    material: Material, configs: Path, key: str, seed: int, sha256: str, with_left_out: bool, reporter: Reporter
 ) -> dict[str, DetectorReport]:
     import numpy as np
 
@@ -105,20 +112,42 @@ def _reports(
         at = np.array([i for i in index if kind != "tool_call_risk" or rows[i].place == "tool"])
         kept = [rows[i] for i in at]
         scores[kind] = scored_rows(detector, kept, features.part(at), scores)
+        read = [row for row in rows if kind != "tool_call_risk" or row.place == "tool"]
+        said = remarks_on(detector, configs / kind / f"{key}.json", read, seed, sha256)
+        for one in said:
+            reporter.say(f"warning: {kind}: {one}")
         reports[kind] = report_of(
-            Rated(kept, scores[kind], features.tokens[at]), detector.thresholds, seed, left_out.get(kind)
+            Rated(kept, scores[kind], features.tokens[at]), detector.thresholds, seed, left_out.get(kind), said
         )
     return reports
 
 
-def _about(request: Request, key: str, command: str, material: Material) -> dict[str, Any]:
+def remarks_on(detector: Any, path: Path, rows: Sequence[Row], seed: int, sha256: str) -> list[str]:
+    """What in its record does not fit this evaluation. rows: of every split, of those that its kind reads; sha256: of
+    the model's weights."""
+    from detectors.base import TextDetector
+    from detectors.calibration.seen_rows import seen_remark
+
+    calibration = detector.config.calibration
+    if calibration is None:
+        return []
+    said = [seen_remark(calibration, path, rows, seed)]
+    if calibration.model_sha256 != sha256 and not isinstance(detector, TextDetector):
+        said.append(
+            f"{path} was calibrated on other weights (SHA-256 {calibration.model_sha256[:12]}, here {sha256[:12]})"
+        )
+    return [one for one in said if one]
+
+
+def _about(request: Request, key: str, command: str, material: Material, configs: Path, sha256: str) -> dict[str, Any]:
     import datetime
 
-    from detectors.calibration.provenance import data_sources, versions, weights_sha256
+    from detectors.calibration.provenance import data_sources, versions
 
     return {
         "model": key,
-        "model_sha256": weights_sha256(request.model),
+        "model_sha256": sha256,
+        "model_configs": str(configs),
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),

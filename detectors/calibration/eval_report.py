@@ -24,6 +24,7 @@ td,th{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #ddd}
 th{font-weight:600;background:#f5f6f7}td:first-child,th:first-child{text-align:left}
 figure{display:inline-block;margin:0 1rem 1rem 0}figcaption{font-size:.85rem;color:#555}
 svg text{font:11px system-ui,sans-serif;fill:#444}.note{color:#555;font-size:.9rem}
+.warning{border-left:4px solid #be123c}
 @media(prefers-color-scheme:dark){body{background:#14171a;color:#e4e6e8}th{background:#22272b}td,th{border-color:#333}
 svg text{fill:#bbb}.note,figcaption{color:#aaa}}
 """
@@ -38,7 +39,9 @@ def html(about: Mapping[str, Any], reports: Mapping[str, DetectorReport]) -> str
         f"<h1>Detectors of {escape(str(about['model']))}</h1>",
         _table(("", ""), [(key, _one_line(value)) for key, value in about.items() if key != "data"]),
         "<p class=note>Held-out rows, which nothing was fitted to or chosen on. Intervals are 95 %: bootstrap over "
-        "groups of rows for measures, exact (Clopper-Pearson) for shares.</p>",
+        "groups of rows for measures, exact (Clopper-Pearson) for shares, with as many trials as there are groups: "
+        "rows of one group are nearly the same or of one family.</p>",
+        *_remarks(reports),
         "<h2>All sets together</h2>",
         _measures(((name, report.pooled) for name, report in reports.items()), "detector"),
         roc_plot({name: report.curve for name, report in reports.items()}),
@@ -49,6 +52,12 @@ def html(about: Mapping[str, Any], reports: Mapping[str, DetectorReport]) -> str
         parts += _detector(name, report)
     parts += ["<h2>Data</h2>", _data(about.get("data", ()))]
     return "\n".join([*parts, "</body></html>"])
+
+
+def _remarks(reports: Mapping[str, DetectorReport]) -> list[str]:
+    """Before any figure that they are about."""
+    said = [f"<li>{escape(name)}: {escape(one)}</li>" for name, report in reports.items() for one in report.remarks]
+    return ["<h2>Not to be trusted</h2>", f"<ul class=warning>{''.join(said)}</ul>"] if said else []
 
 
 def _one_line(value: Any) -> str:
@@ -99,7 +108,8 @@ def _at(at: AtThreshold) -> str:
 def _hits(hits: Hits | None) -> str:
     if hits is None:
         return ""
-    return f"{hits.hits} of {hits.rows} ({hits.interval[0]:.1%} to {hits.interval[1]:.1%})"
+    different = "" if hits.groups == hits.rows else f", {hits.groups} different"
+    return f"{hits.hits} of {hits.rows}{different} ({hits.interval[0]:.1%} to {hits.interval[1]:.1%})"
 
 
 def _measures(named: Iterable[tuple[str, Measured]], heading: str) -> str:

@@ -19,8 +19,8 @@ from detectors.calibration.metrics import (
     Scores,
     auroc,
     bootstrap,
-    clopper_pearson,
     interval,
+    share_interval,
     tpr_at_fpr,
 )
 from detectors.calibration.rows import Row
@@ -58,11 +58,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Hits:
-    """How many of some rows reach a threshold, with an exact 95 % interval."""
+    """How many of some rows reach a threshold, with an exact 95 % interval over groups, of which there are ``groups``:
+    rows that are nearly the same count as one in it."""
 
     rows: int
     hits: int
     interval: tuple[float, float]
+    groups: int
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class DetectorReport:
     curve: Curve
     left_out: dict[str, Measured] = field(default_factory=dict)
     """Set -> measures on all of its rows, by a detector that was fitted without them."""
+    remarks: tuple[str, ...] = ()
+    """Why the figures may not be the detector's own: rows that it has seen, other weights."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,11 @@ def measured(
 
 
 def report_of(
-    rated: Rated, thresholds: Mapping[str, float], seed: int, left_out: dict[str, Measured] | None = None
+    rated: Rated,
+    thresholds: Mapping[str, float],
+    seed: int,
+    left_out: dict[str, Measured] | None = None,
+    remarks: Sequence[str] = (),
 ) -> DetectorReport:
     """Everything about one detector. ``rated``: its scores on held-out rows, those of positions among them."""
     plain = rated.where(lambda row, _: row.source != "positions")
@@ -168,13 +176,16 @@ def report_of(
         thresholds={name: at_threshold(rated, kept, value) for name, value in thresholds.items()},
         curve=curve_of(kept),
         left_out=left_out or {},
+        remarks=tuple(remarks),
     )
 
 
 def at_threshold(rated: Rated, kept: Rated, value: float) -> AtThreshold:
     def hits(index: npt.NDArray[np.int64]) -> Hits:
-        count = int((rated.scores[index] >= value).sum())
-        return Hits(len(index), count, _pair(clopper_pearson(count, len(index))) if len(index) else (0.0, 1.0))
+        hit = rated.scores[index] >= value
+        different = len({rated.groups[i] for i in index})
+        around = _pair(share_interval(float(hit.mean()), different)) if len(index) else (0.0, 1.0)
+        return Hits(len(index), int(hit.sum()), around, different)
 
     benign: dict[str, Hits] = {}
     attack: dict[str, Hits] = {}

@@ -18,10 +18,14 @@ REGULARISATION = 1.0
 
 
 def fit_combination(
-    scores: Mapping[str, Scores], labels: Labels, when_missing: Mapping[str, float] | None = None
+    scores: Mapping[str, Scores],
+    labels: Labels,
+    when_missing: Mapping[str, float] | None = None,
+    fitted_to: Mapping[str, str] | None = None,
 ) -> Params:
     """scores: by detector's kind, probabilities ``[rows]``, none missing; labels ``[rows]``. ``when_missing``: as in
-    ``Input``; an input that is not in it must be there."""
+    ``Input``; an input that is not in it must be there. fitted_to: fingerprints of the detectors that gave the scores.
+    """
     columns = np.array([[transformed(float(value), "logit") for value in values] for values in scores.values()]).T
     mean, scale = columns.mean(axis=0), columns.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
@@ -30,7 +34,12 @@ def fit_combination(
     missing = when_missing or {}
     return Params(
         inputs={
-            kind: Input(weight=float(weight), transform="logit", when_missing=missing.get(kind))
+            kind: Input(
+                weight=float(weight),
+                transform="logit",
+                when_missing=missing.get(kind),
+                fitted_to=(fitted_to or {}).get(kind),
+            )
             for kind, weight in zip(scores, weights, strict=True)
         },
         bias=float(model.intercept_[0] - weights @ mean),

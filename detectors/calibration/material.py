@@ -14,9 +14,9 @@ from detectors.calibration.data import check_lengths, knows_tool_role, load_rows
 from detectors.calibration.feature_store import FeatureStore
 from detectors.calibration.features import Features, Reader, full_plan, model_shape, read_features
 from detectors.calibration.positions import position_rows
-from detectors.calibration.provenance import weights_sha256
 from detectors.calibration.readers import MAX_MODEL_LEN, engine_plan, http_reader, offline_reader
 from detectors.calibration.rows import Row
+from guard.model_weights import weights_sha256
 
 
 @dataclass(frozen=True)

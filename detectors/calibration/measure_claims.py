@@ -26,8 +26,9 @@ from detectors.calibration.claims import Claim, claims
 from detectors.calibration.evaluation import measured
 from detectors.calibration.logistic import Rotated
 from detectors.calibration.metrics import Scores, auroc
-from detectors.calibration.provenance import versions, weights_sha256
+from detectors.calibration.provenance import versions
 from guard.mia.results import FloatArray
+from guard.model_weights import weights_sha256
 from guard.models import resolve_model
 
 REGULARISATIONS = (1e-4, 1e-3, 1e-2, 1e-1)

@@ -6,7 +6,9 @@ Owns the arithmetic. Scores are higher the likelier an attack; labels are 1 for 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +26,23 @@ BUDGETS: Mapping[str, float] = {"fpr_0_1pct": 0.001, "fpr_1pct": 0.01, "fpr_5pct
 """Threshold's name -> share of benign rows that may reach it."""
 
 ROWS_PER_BUDGET = 3.0
-"""A budget b needs 3/b benign rows: with fewer, even no false positive at all leaves the true rate's upper 95 % bound
-above b (the rule of three, Hanley and Lippman-Hand, JAMA 249, 1983)."""
+"""A budget b needs 3/b different benign rows: with fewer, even no false positive at all leaves the true rate's upper
+95 % bound above b (the rule of three, Hanley and Lippman-Hand, JAMA 249, 1983)."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Scores and labels ``[rows]``. groups: rows of one group are nearly the same and count as one; None where each
+    row is one of its own."""
+
+    scores: Scores
+    labels: Labels
+    groups: Sequence[str] | None = None
+
+    @property
+    def benign(self) -> tuple[Scores, list[str] | None]:
+        index = np.flatnonzero(self.labels == 0)
+        return self.scores[index], None if self.groups is None else [self.groups[i] for i in index]
 
 
 class BudgetError(ValueError):
@@ -37,7 +54,7 @@ def rows_needed(budget: float) -> int:
 
 
 def check_budget(benign_rows: int, budget: float) -> None:
-    """Raise ``BudgetError`` when so few benign rows cannot support the budget."""
+    """Raise ``BudgetError`` when so few different benign rows cannot support the budget."""
     if not 0 < budget < 0.5:
         raise BudgetError(f"a false-positive budget lies between 0 and 0.5, not at {budget:g}")
     if benign_rows < rows_needed(budget):
@@ -47,13 +64,23 @@ def check_budget(benign_rows: int, budget: float) -> None:
         )
 
 
-def threshold_for_fpr(benign: Scores, budget: float) -> float:
+def weights_of(count: int, groups: Sequence[str] | None) -> Scores:
+    """``[count]``: what each row counts, so that every group counts as one."""
+    if groups is None:
+        return np.ones(count)
+    rows = Counter(groups)
+    return np.array([1.0 / rows[group] for group in groups], np.float64)
+
+
+def threshold_for_fpr(benign: Scores, budget: float, groups: Sequence[str] | None = None) -> float:
     """A value that at most ``budget`` of the benign scores reach: midway between the last allowed and the next one.
 
-    With no false positive allowed (fewer than 1/budget rows) it lies just above the highest benign score.
+    groups: of each score; all of one group count as one. With no false positive allowed (fewer than 1/budget rows) it
+    lies just above the highest benign score.
     """
-    ordered = np.sort(benign)[::-1]
-    allowed = int(budget * len(ordered))
+    order = np.argsort(-benign, kind="stable")
+    ordered, counts = benign[order], np.cumsum(weights_of(len(benign), groups)[order])
+    allowed = int(np.searchsorted(counts, budget * counts[-1] * (1 + 1e-12), side="right"))
     if allowed == 0 or ordered[allowed - 1] == ordered[allowed]:
         return float(np.nextafter(ordered[allowed], np.inf))
     return float((ordered[allowed - 1] + ordered[allowed]) / 2)
@@ -97,42 +124,56 @@ def quality(scores: Scores, labels: Labels, groups: Sequence[str], sources: Sequ
     )
 
 
-def threshold(value: float, validation: tuple[Scores, Labels], held_out: tuple[Scores, Labels]) -> Threshold:
+def threshold(value: float, validation: Tried, held_out: Tried) -> Threshold:
     """One operating point with what it did on both sets of rows."""
-    validation_benign = validation[0][validation[1] == 0]
-    false_positives = int((validation_benign >= value).sum())
-    benign, attack = (held_out[0][held_out[1] == label] for label in (0, 1))
-    hits = int((benign >= value).sum())
+    (setting, setting_groups), (benign, groups) = validation.benign, held_out.benign
+    attack = held_out.scores[held_out.labels == 1]
     return Threshold(
         value=value,
-        validation_benign=len(validation_benign),
-        validation_false_positives=false_positives,
-        validation_fpr_interval=clopper_pearson(false_positives, len(validation_benign)),
+        validation_benign=len(setting),
+        validation_benign_groups=None if setting_groups is None else len(set(setting_groups)),
+        validation_false_positives=int((setting >= value).sum()),
+        validation_fpr_interval=_share_of_groups(setting >= value, setting_groups),
         held_out_benign=len(benign),
-        held_out_false_positives=hits,
-        held_out_fpr_interval=clopper_pearson(hits, len(benign)),
+        held_out_benign_groups=None if groups is None else len(set(groups)),
+        held_out_false_positives=int((benign >= value).sum()),
+        held_out_fpr_interval=_share_of_groups(benign >= value, groups),
         held_out_attack=len(attack),
         held_out_true_positives=int((attack >= value).sum()),
     )
 
 
-def thresholds(validation: tuple[Scores, Labels], held_out: tuple[Scores, Labels]) -> dict[str, Threshold]:
-    """The named operating points that policies use: those budgets that the benign validation rows support, and
-    ``balanced``."""
-    benign = validation[0][validation[1] == 0]
+def thresholds(validation: Tried, held_out: Tried) -> dict[str, Threshold]:
+    """The named operating points that policies use: those budgets that the different benign validation rows support and
+    that a score can reach, and ``balanced``."""
+    benign, groups = validation.benign
+    different = len(benign) if groups is None else len(set(groups))
     values = {
-        name: threshold_for_fpr(benign, budget)
+        name: threshold_for_fpr(benign, budget, groups)
         for name, budget in BUDGETS.items()
-        if len(benign) >= rows_needed(budget)
+        if different >= rows_needed(budget)
     }
-    values["balanced"] = balanced_threshold(*validation)
+    # Scores of our kinds end at 1: where too many benign rows have that, nothing lies above them.
+    values = {name: value for name, value in values.items() if not value > 1.0 >= benign.max()}
+    values["balanced"] = balanced_threshold(validation.scores, validation.labels)
     return {name: threshold(value, validation, held_out) for name, value in values.items()}
 
 
-def clopper_pearson(hits: int, total: int) -> Interval:
+def _share_of_groups(hit: npt.NDArray[np.bool_], groups: Sequence[str] | None) -> Interval:
+    weights = weights_of(len(hit), groups)
+    return share_interval(float(weights[hit].sum() / weights.sum()), round(float(weights.sum())))
+
+
+def share_interval(share: float, groups: int) -> Interval:
+    """Exact 95 % interval of a share of rows, of which so many are different: Clopper-Pearson with as many trials as
+    that (Korn and Graubard, Survey Methodology 24, 1998)."""
+    return clopper_pearson(share * groups, groups)
+
+
+def clopper_pearson(hits: float, total: int) -> Interval:
     """Exact 95 % interval of a share."""
-    low = 0.0 if hits == 0 else float(beta.ppf(0.025, hits, total - hits + 1))
-    high = 1.0 if hits == total else float(beta.ppf(0.975, hits + 1, total - hits))
+    low = 0.0 if hits <= 1e-9 else float(beta.ppf(0.025, hits, total - hits + 1))
+    high = 1.0 if hits >= total - 1e-9 else float(beta.ppf(0.975, hits + 1, total - hits))
     return Interval(low=low, high=high)
 
 

@@ -14,6 +14,7 @@ from detectors.calibration.claim_features import claim_plan, read_claims
 from detectors.calibration.claims import WHEELS_NEEDED, Claim, claims
 from detectors.calibration.fit_h_node import Statements, fit_h_node, h_node_files
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
+from detectors.calibration.metrics import Tried
 from detectors.calibration.provenance import fact_sources
 from detectors.calibration.split import SPLITS
 from detectors.calibration.wheels import pull
@@ -74,7 +75,7 @@ def fit(job: Job, made: Sequence[Claim], last: FloatArray, layers: Sequence[int]
             "logistic regression on the answer's last token; benign: true answers, attack: false ones",
             fact_sources(made, lambda claim: "false" if claim.false else "true"),
             fitted.choices,
-            (validation, parts["validation"].labels),
+            Tried(validation, parts["validation"].labels),  # each states a fact of its own
             scored(np.asarray(sigmoid(fitted.logits(held_out.states)))),
             scored(baseline_scores(text, texts["held_out"])),
         ),

@@ -28,10 +28,11 @@ from detectors.calibration.fit_text_baseline import text_baseline_files, unseen_
 from detectors.calibration.fit_tool_risk import fit_tool_risk, tool_risk_files
 from detectors.calibration.fit_tracker import fit_tracker, tracker_scores
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
-from detectors.calibration.metrics import Labels, Scores
+from detectors.calibration.metrics import Labels, Scores, Tried
 from detectors.calibration.provenance import data_sources
 from detectors.calibration.rows import Row
 from detectors.calibration.scoring import combined
+from detectors.calibration.seen_rows import seen_digests
 from detectors.calibration.sources import DataError
 from detectors.combination import Combination, CombinationConfig
 from detectors.combination import Params as CombinationParams
@@ -74,7 +75,7 @@ class _Data:
         return [row.group for row in self.rows]
 
     def scored(self, scores: Scores) -> Scored:
-        return Scored(scores, self.labels, self.groups, [row.source for row in self.rows])
+        return Scored(scores, self.labels, self.groups, [row.source for row in self.rows], alike=self.groups)
 
 
 def fit_on_prompts(
@@ -145,18 +146,17 @@ class _Prompts:
     def probe_held_out(self) -> Scores:
         return np.asarray(sigmoid(self.probe.logits(self.held_out.features)))
 
-    def _calibration(
-        self, method: str, choices: dict[str, str], setting: tuple[Scores, Labels], scores: Scores
-    ) -> Calibration:
+    def _calibration(self, method: str, choices: dict[str, str], setting: Tried, scores: Scores) -> Calibration:
         held_out, sources = self.held_out.scored(scores), data_sources(self.rows)
-        return calibration(self.job, method, sources, choices, setting, held_out, self.text_held_out)
+        seen = seen_digests(self.rows)
+        return calibration(self.job, method, sources, choices, setting, held_out, self.text_held_out, seen)
 
     def _tracker(self) -> Fitted:
         self.say("choosing heads for the attention tracker")
         train, validation = self.train, self.validation
         tracker = fit_tracker(train.features, train.labels, validation.features, validation.labels)
         heads = np.array([self.features.heads.index(head) for head in tracker.heads])
-        setting = (tracker_scores(validation.features, heads), validation.labels)
+        setting = Tried(tracker_scores(validation.features, heads), validation.labels, validation.groups)
         scores = tracker_scores(self.held_out.features, heads)
         config = AttentionTrackerConfig(
             model_info=self.job.model_info,
@@ -165,30 +165,35 @@ class _Prompts:
         )
         return Fitted(config)
 
-    def _probe(self) -> Fitted:
-        probe, file = self.probe, f"{self.job.config_key}.safetensors"
+    @cached_property
+    def probe_files(self) -> tuple[ProbeParams, bytes]:
+        """What is written."""
+        probe, config_key = self.probe, self.job.config_key
         weights = save(
             {
                 WEIGHT: probe.linear.weight.astype(np.float32),
                 BIAS: np.array([probe.linear.bias], dtype=np.float32),
             },
-            metadata={"model": self.job.config_key},  # one entry: the format keeps several in no fixed order
+            metadata={"model": config_key},  # one entry: the format keeps several in no fixed order
         )
-        setting = (np.asarray(sigmoid(probe.unseen)), self.both_labels)
+        given = {
+            "layers": probe.layers,
+            "hidden_size": self.features.hidden.shape[-1],
+            "weights": f"{config_key}.safetensors",
+            "weights_sha256": hashlib.sha256(weights).hexdigest(),
+            **({"pooling": probe.choice.pooling} if probe.choice.pooling != "last_token" else {}),
+        }
+        return ProbeParams.model_validate(given), weights
+
+    def _probe(self) -> Fitted:
+        params, weights = self.probe_files
+        setting = Tried(np.asarray(sigmoid(self.probe.unseen)), self.both_labels, self.both_groups)
         config = ProbeConfig(
             model_info=self.job.model_info,
-            params=ProbeParams.model_validate(
-                {
-                    "layers": probe.layers,
-                    "hidden_size": self.features.hidden.shape[-1],
-                    "weights": file,
-                    "weights_sha256": hashlib.sha256(weights).hexdigest(),
-                    **({"pooling": probe.choice.pooling} if probe.choice.pooling != "last_token" else {}),
-                }
-            ),
-            calibration=self._calibration("logistic regression", probe.choices, setting, self.probe_held_out),
+            params=params,
+            calibration=self._calibration("logistic regression", self.probe.choices, setting, self.probe_held_out),
         )
-        return Fitted(config, {file: weights})
+        return Fitted(config, {params.weights: weights})
 
     def _text(self) -> Fitted:
         params, files, unseen = self.text_detector
@@ -201,7 +206,7 @@ class _Prompts:
                     "variant": f"AUROC on validation rows: {variant(self.text)}",
                     "calibration": "Platt scaling on out-of-fold scores",
                 },
-                (unseen, self.both_labels),
+                Tried(unseen, self.both_labels, self.both_groups),
                 self._text_probabilities(),
             ),
         )
@@ -220,8 +225,13 @@ class _Prompts:
         """Of what the model computes and what the text says. Fitted to scores of rows that neither input's fit saw."""
         unseen = {"probe": np.asarray(sigmoid(self.probe.unseen)), "text_baseline": self.text_detector[2]}
         self.say("fitting the combination")
-        params = fit_combination(unseen, self.both_labels)
-        setting = (self._combined(params, unseen), self.both_labels)
+        inputs = {
+            "probe": ProbeConfig(model_info=self.job.model_info, params=self.probe_files[0]),
+            "text_baseline": TextBaselineConfig(model_info=self.job.model_info, params=self.text_detector[0]),
+        }
+        fitted_to = {kind: config.fingerprint for kind, config in inputs.items()}
+        params = fit_combination(unseen, self.both_labels, fitted_to=fitted_to)
+        setting = Tried(self._combined(params, unseen), self.both_labels, self.both_groups)
         held_out = {"probe": self.probe_held_out, "text_baseline": self._text_probabilities()}
         weights = ", ".join(f"{kind} {one.weight:.2f}" for kind, one in params.inputs.items())
         config = CombinationConfig(
@@ -252,7 +262,8 @@ class _Prompts:
         train, validation, held_out = parts
         fitted = fit_tool_risk(_statements(train), _statements(validation))
         params, weights = tool_risk_files(fitted, self.job.config_key)
-        setting = (np.asarray(sigmoid(fitted.logits(_statements(validation).states))), validation.labels)
+        unseen = np.asarray(sigmoid(fitted.logits(_statements(validation).states)))
+        setting = Tried(unseen, validation.labels, validation.groups)
         scores = np.asarray(sigmoid(fitted.logits(_statements(held_out).states)))
         config = ToolCallRiskConfig(
             model_info=self.job.model_info,
@@ -265,6 +276,8 @@ class _Prompts:
                 setting,
                 held_out.scored(scores),
                 held_out.scored(baseline_scores(self.text, held_out.texts)),
+                # The text baseline beside it saw more; it is not what is calibrated.
+                seen_digests([*train.rows, *validation.rows]),
             ),
         )
         return Fitted(config, {params.weights: weights})

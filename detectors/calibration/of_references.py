@@ -18,7 +18,8 @@ from detectors.calibration.feature_store import FeatureStore, Plan, Reading
 from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, model_shape
 from detectors.calibration.fit_science import fit_science, science_files
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
-from detectors.calibration.provenance import fact_sources, weights_sha256
+from detectors.calibration.metrics import Tried
+from detectors.calibration.provenance import fact_sources
 from detectors.calibration.readers import open_engine
 from detectors.calibration.references import WHEELS_NEEDED, Pair, pairs
 from detectors.calibration.split import SPLITS
@@ -28,6 +29,7 @@ from detectors.science_prompt import LABELS, conversation
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import FloatArray, HiddenReadout
 from guard.mia.spec import HiddenCapture, MiaSpec
+from guard.model_weights import weights_sha256
 
 SUBJECTS = 150
 """Subjects of claims, unless all rows are asked for."""
@@ -134,7 +136,7 @@ def fit(job: Job, made: Sequence[Pair], states: FloatArray, gain: FloatArray, ep
                 **fitted.choices,
                 "labels": f"{right:.0%} of held-out pairs get their own label of three",
             },
-            (1.0 - fitted.probabilities(normed[validation])[:, 0], wrong[validation]),
+            Tried(1.0 - fitted.probabilities(normed[validation])[:, 0], wrong[validation]),
             scored(1.0 - probabilities[:, 0]),
             scored(baseline_scores(text, texts["held_out"])),
         ),

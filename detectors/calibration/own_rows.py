@@ -54,7 +54,7 @@ class _Row(BaseModel):
 
 def is_own(name: str) -> bool:
     """Whether a value of ``--data`` is a file and not a named set."""
-    return name.endswith(SUFFIXES)
+    return name.lower().endswith(SUFFIXES)
 
 
 def own_rows(path: Path, seed: int) -> list[Row]:
@@ -104,7 +104,7 @@ def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 (byte {error.start})") from None
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         for number, record in enumerate(csv.DictReader(text.splitlines(keepends=True)), 1):
             if None in record or None in record.values():
                 raise DataError(f"{path}: row {number}: has more or fewer fields than the header")

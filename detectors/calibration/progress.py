@@ -60,12 +60,14 @@ class Reporter:
         for name, measured in ((kind, config.calibration.quality), ("text baseline", config.calibration.text_baseline)):
             table.add_row(name, *_cells(measured))
         self.console.print(table)
-        points = Table(f"{kind}: threshold", "at least", "false positives", "attacks caught")
+        points = Table(f"{kind}: threshold", "at least", "set on benign rows", "false positives", "attacks caught")
         for name, point in config.calibration.thresholds.items():
             points.add_row(
                 name,
                 f"{point.value:.4f}",
-                f"{point.held_out_false_positives} of {point.held_out_benign}",
+                _different(point.validation_benign, point.validation_benign_groups),
+                f"{point.held_out_false_positives} of "
+                + _different(point.held_out_benign, point.held_out_benign_groups),
                 f"{point.held_out_true_positives} of {point.held_out_attack}",
             )
         self.console.print(points)
@@ -80,3 +82,7 @@ def _cells(measured: Quality) -> tuple[str, ...]:
         f"{measured.auprc:.3f}",
         f"{measured.tpr_at_fpr_1pct:.2f} [{tpr.low:.2f}, {tpr.high:.2f}]",
     )
+
+
+def _different(rows: int, groups: int | None) -> str:
+    return str(rows) if groups in (None, rows) else f"{rows} ({groups} different)"

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TypeVar
 
 from detectors.calibration.claims import Claim
@@ -67,13 +66,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def weights_sha256(model: Path) -> str:
-    """Of the model's safetensors files, in the order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted(model.glob("*.safetensors")):
-        with path.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()

@@ -23,11 +23,12 @@ from safetensors.numpy import save_file
 
 from detectors.calibration.features import FeatureError, model_shape
 from detectors.calibration.fitted import Job
-from detectors.calibration.provenance import versions, weights_sha256
+from detectors.calibration.provenance import versions
 from detectors.calibration.readers import open_engine
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import FloatArray, HiddenReadout
 from guard.mia.spec import HiddenCapture, MiaSpec, Steer
+from guard.model_weights import weights_sha256
 from guard.steering.coherence import distinct_share
 
 NAME = "caution"

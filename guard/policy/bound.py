@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from detectors.base import AnyDetector, Score, ScoreDetector
-from detectors.model_config import ModelConfigError
+from detectors.model_config import ModelConfigError, fingerprint_of
 from detectors.registry import UnknownDetectorError, build_detector, detector_kinds
 from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec, Steer
@@ -215,7 +215,7 @@ def bind(
         uses=policy.detectors,
         measurements=measurements,
         steerings=steerings,
-        digests=digests(loaded),
+        digests=digests(loaded, {name: fingerprint_of(detector) for name, detector in detectors.items()}),
         streaming=policy.streaming,
         window_tokens=policy.window_tokens,
         answer_timeout_s=_answer_timeout_s(rules, policy.prompt_timeout_s),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from detectors.registry import BUILT_IN
 from guard.policy.bound import BoundPolicy, bind, build_detectors
+from guard.policy.calibrated import calibration_remarks
 from guard.policy.cases import Cases
 from guard.policy.conditions import bounds_of
 from guard.policy.loading import LoadedPolicy, load_policy
@@ -31,8 +32,12 @@ def lint(
     *,
     config_key: str | None = None,
     model_configs: Path | None = None,
+    model: Path | None = None,
 ) -> int:
-    """Check every file, and every folder as a whole, and report each; returns 1 when any cannot be used, else 0."""
+    """Check every file, and every folder as a whole, and report each; returns 1 when any cannot be used, else 0.
+
+    model: its folder, where it is on this machine; calibrations on other weights are then said.
+    """
 
     def bound(loaded: LoadedPolicy) -> BoundPolicy:
         assert config_key is not None
@@ -44,10 +49,10 @@ def lint(
     for path in paths:
         if path.is_dir():
             # One that is wrong is told once; the whole would only tell it again.
-            sound = all([_reported(_lines(file, None), say) for file in _files(path)])
-            sound = sound and _reported(_whole(path, bound if config_key else None), say)
+            sound = all([_reported(_lines(file, None, None), say) for file in _files(path)])
+            sound = sound and _reported(_whole(path, bound if config_key else None, model), say)
         else:
-            sound = _reported(_lines(path, bound if config_key else None), say)
+            sound = _reported(_lines(path, bound if config_key else None, model), say)
         failed |= not sound
     return int(failed)
 
@@ -97,7 +102,7 @@ def _files(folder: Path) -> list[Path]:
     ]
 
 
-def _lines(path: Path, bound: Bound | None) -> Iterator[str]:
+def _lines(path: Path, bound: Bound | None, model: Path | None) -> Iterator[str]:
     if path.name.endswith(TESTS_SUFFIX):
         tests = validated(read_mapping(path), Cases).tests
         yield f"{path}: ok ({len(tests)} tests; guard policy test runs them)"
@@ -105,12 +110,16 @@ def _lines(path: Path, bound: Bound | None) -> Iterator[str]:
         yield f"{path}: ok ({len(load_selection(path).assignments)} assignments)"
     else:
         loaded = load_policy(path)
-        if bound is not None:
-            bound(loaded)
+        calibrated = calibration_remarks(bound(loaded), model) if bound is not None else []
         yield f"{path}: ok ({loaded.label}, {len(loaded.policy.rules)} rules)"
-        yield from (f"{path}: note: {remark}" for remark in remarks(loaded.policy))
+        yield from (f"{path}: note: {remark}" for remark in (*remarks(loaded.policy), *calibrated))
 
 
-def _whole(folder: Path, bound: Bound | None) -> Iterator[str]:
-    default = (read_folder(folder) if bound is None else load_policies(folder, bound)).selection.default
-    yield f"{folder}: ok (default {default})"
+def _whole(folder: Path, bound: Bound | None, model: Path | None) -> Iterator[str]:
+    if bound is None:
+        yield f"{folder}: ok (default {read_folder(folder).selection.default})"
+        return
+    policies = load_policies(folder, bound)
+    yield f"{folder}: ok (default {policies.selection.default})"
+    for one in policies.policies:
+        yield from (f"{folder}: note: policy {one.label}: {remark}" for remark in calibration_remarks(one, model))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +54,19 @@ def load_policy(path: Path) -> LoadedPolicy:
     return LoadedPolicy(policy, path, hashlib.sha256(content.encode()).hexdigest(), root, files)
 
 
-def digests(loaded: LoadedPolicy) -> dict[str, str]:
+def digests(loaded: LoadedPolicy, files: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """Detector -> ``KIND@HASH`` of what its score depends on in a policy. Scores of two policies compare where these
-    are the same."""
-    return {name: f"{use.kind}@{_digest(loaded, name)[:12]}" for name, use in loaded.policy.detectors.items()}
+    are the same.
+
+    files: detector -> fingerprint of its calibration, which then stands behind: ``KIND@HASH+FILE``.
+    """
+    whole = {name: f"{use.kind}@{_digest(loaded, name)[:12]}" for name, use in loaded.policy.detectors.items()}
+    return {name: f"{digest}+{file}" if (file := (files or {}).get(name)) else digest for name, digest in whole.items()}
+
+
+def without_file(digest: str) -> str:
+    """What a policy alone says of a score, of a digest that says more."""
+    return digest.partition("+")[0]
 
 
 def _digest(loaded: LoadedPolicy, name: str) -> str:
@@ -67,5 +76,16 @@ def _digest(loaded: LoadedPolicy, name: str) -> str:
     if use.config is not None and use.config.endswith((".json", ".npz")):
         file = loaded.file_of(("detectors", name, "config")).parent / use.config
         # Two folders may have a file of that name; where it is missing nothing is measured with it.
-        content += file.read_bytes() if file.is_file() else b""
+        content += _without_calibration(file.read_bytes()) if file.is_file() else b""
     return hashlib.sha256(content).hexdigest()
+
+
+def _without_calibration(content: bytes) -> bytes:
+    """New thresholds leave scores as they are."""
+    try:
+        raw = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(raw, dict):
+        return content
+    return json.dumps({name: value for name, value in raw.items() if name != "calibration"}, sort_keys=True).encode()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from detectors.base import Score
+from guard.policy.loading import without_file
 from guard.policy.over_time import Spread
 from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find
 
@@ -49,7 +50,8 @@ class Recorded:
     engine told of its gate. ``whole_action``: of prompt and answer. ``answers``: those that were generated again,
     then the last; none where no rule judged answers.
 
-    ``digests`` is empty in lines of versions that did not write them; names are then all there is to go by.
+    ``digests``: without what the detector's calibration was; a policy is replayed without its model.
+    It is empty in lines of versions that did not write them; names are then all there is to go by.
     """
 
     request_id: str
@@ -98,9 +100,9 @@ def _recorded(entry: Entry) -> Recorded | None:
     try:
         shadow, answer = entry.get("shadow") or {}, entry.get("answer") or {}
         scores = _scores(entry)
-        by_digest = {digest: scores[name] for name, digest in entry.get("measured", {}).items()}
+        by_digest = {without_file(digest): scores[name] for name, digest in entry.get("measured", {}).items()}
         beside = _scores(shadow) if shadow else {}
-        by_digest |= {digest: beside[name] for name, digest in shadow.get("measured", {}).items()}
+        by_digest |= {without_file(digest): beside[name] for name, digest in shadow.get("measured", {}).items()}
         return Recorded(
             request_id=str(entry["request_id"]),
             client_request_id=entry.get("client_request_id"),
@@ -111,7 +113,7 @@ def _recorded(entry: Entry) -> Recorded | None:
             reason=entry["reason"],
             assignment=entry.get("assignment"),
             scores=scores,
-            digests=dict(entry.get("measured", {})),
+            digests={name: without_file(digest) for name, digest in entry.get("measured", {}).items()},
             by_digest=by_digest,
             gates={str(rule): dict(told) for rule, told in entry.get("gates", {}).items()},
             whole_action=str(entry["action"]),
@@ -136,7 +138,7 @@ def _answer(told: Mapping[str, Any]) -> RecordedAnswer:
         complete=None if complete is None else bool(complete),
         whole=whole,
         end=whole | {str(name): _spread(one) for name, one in told.get("at_end", {}).items()},
-        digests=dict(told.get("measured", {})),
+        digests={name: without_file(digest) for name, digest in told.get("measured", {}).items()},
         beside=_answer(shadow) if (shadow := told.get("shadow")) else None,
     )
 

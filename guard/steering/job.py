@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detectors.calibration.provenance import versions, weights_sha256
+from detectors.calibration.provenance import versions
 from detectors.calibration.readers import HOST_BYTES, open_engine
 from guard.mia.engine_config import EngineConfig
+from guard.model_weights import weights_sha256
 from guard.steering.learning import Learnt, Method, learn
 from guard.steering.rows import Pairs
 from guard.steering.states import At, Reading, default_store, read_states

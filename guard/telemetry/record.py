@@ -272,7 +272,9 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "details": "Of detectors that say more than their score: numbers by name, such as the probability of each label.",
     "passages": "Of detectors that say where in the prompt: token ranges [start, end) and their share of what the "
     "detector looks at, the strongest first.",
-    "measured": "What each score depends on, as KIND@HASH: scores compare where these are the same.",
+    "measured": "What each score depends on, as KIND@HASH+FILE: HASH of what the policy says of the detector, FILE of "
+    "what its calibration computes scores from, thresholds aside; without FILE where there is none. Scores compare "
+    "where these are the same.",
     "shadow": "What the shadow policy beside would have done: policy, policy_hash, action, rule, reason, hits, scores, "
     "detectors, timed_out, details, passages, measured, all as above; null without one.",
     "answer": "What rules of the stages stream and output made of the answer: the choice that decided, action, rule, "

@@ -14,6 +14,7 @@ from guard.mia.results import AttentionReadout, HiddenReadout, Readout, Readouts
 from guard.mia.spec import AttentionCapture, Gate, HiddenCapture, parse_spec
 from guard.policy import PolicyError, bind, build_detectors, load_policy
 from guard.policy.judges import judges
+from guard.policy.loading import digests
 from guard.policy.measuring import question
 
 POLICY = """\
@@ -272,6 +273,19 @@ def test_scores_of_two_policies_compare_when_they_measure_the_same(tmp_path: Pat
     before, after = digests(POLICY), digests(POLICY.replace("data: tool", "data: user"))
     assert before["one"] == after["one"]
     assert before["two"] != after["two"]
+
+
+def test_a_file_that_gets_new_thresholds_still_gives_the_same_scores(tmp_path: Path) -> None:
+    text = POLICY.replace("spans: {data: tool}", "spans: {data: tool}, config: own.json")
+
+    def digest(file: str) -> str:
+        (tmp_path / "own.json").write_text(file)
+        return digests(load(tmp_path, text))["two"]
+
+    first = digest('{"params": {"layers": [1]}, "calibration": {"thresholds": {"strict": 0.5}}}')
+    assert digest('{"params": {"layers": [1]}, "calibration": {"thresholds": {"strict": 0.6}}}') == first
+    assert digest('{"params": {"layers": [2]}, "calibration": {"thresholds": {"strict": 0.5}}}') != first
+    assert digest("not JSON") != first
 
 
 @pytest.mark.parametrize(

@@ -171,5 +171,11 @@ def test_the_html_report_is_whole_self_contained_and_has_no_text_of_a_row(rows: 
     assert page.count("<svg") == 3
     assert "a &lt;model&gt;" in page
     assert "text &amp; baseline" in page
+    assert "Not to be trusted" not in page
+    doubted = replace(report, remarks=("3 rows <were> seen",))
+    assert "Not to be trusted</h2>\n<ul class=warning><li>probe: 3 rows &lt;were&gt; seen" in html(
+        {"model": "m"}, {"probe": doubted}
+    )
+    assert as_json(doubted)["remarks"] == ("3 rows <were> seen",)
     content = page + json.dumps(as_json(report))
     assert not [row.id for row in held_out if len(row.text) > 20 and row.text[:40] in content]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from detectors.calibration.metrics import (
     BudgetError,
+    Tried,
     balanced_threshold,
     check_budget,
     clopper_pearson,
@@ -74,7 +75,7 @@ def test_named_thresholds_say_what_they_did_on_held_out_rows() -> None:
     labels = np.repeat([0, 1], [400, 100])
     validation = np.concatenate([np.linspace(0, 0.5, 400), np.linspace(0.4, 1, 100)])
     held_out = np.concatenate([np.linspace(0, 0.6, 400), np.linspace(0.4, 1, 100)])
-    named = thresholds((validation, labels), (held_out, labels))
+    named = thresholds(Tried(validation, labels), Tried(held_out, labels))
     assert named.keys() == {"fpr_1pct", "fpr_5pct", "balanced"}
     strict = named["fpr_1pct"]
     assert strict.validation_false_positives == 4
@@ -88,7 +89,7 @@ def test_named_thresholds_say_what_they_did_on_held_out_rows() -> None:
 def test_a_budget_that_the_rows_cannot_support_gets_no_threshold(benign: int, names: set[str]) -> None:
     labels = np.repeat([0, 1], [benign, 50])
     scores = np.concatenate([np.linspace(0, 0.5, benign), np.linspace(0.4, 1, 50)])
-    assert thresholds((scores, labels), (scores, labels)).keys() == names | {"balanced"}
+    assert thresholds(Tried(scores, labels), Tried(scores, labels)).keys() == names | {"balanced"}
 
 
 @pytest.mark.parametrize("budget", [0.001, 0.01, 0.05])
@@ -98,3 +99,39 @@ def test_with_the_rows_that_a_budget_needs_no_hit_at_all_keeps_the_true_rate_wit
     check_budget(rows_needed(budget), budget)
     with pytest.raises(BudgetError, match=f"needs at least {rows_needed(budget)} benign rows"):
         check_budget(rows_needed(budget) - 1, budget)
+
+
+def test_copies_grant_no_budget_and_no_confidence() -> None:
+    generator = np.random.default_rng(3)
+    benign = np.repeat(generator.uniform(0, 0.5, 84), 60)
+    scores, labels = np.concatenate([benign, np.linspace(0.4, 1, 50)]), np.repeat([0, 1], [5040, 50])
+    groups = [f"text {i // 60}" for i in range(5040)] + [f"attack {i}" for i in range(50)]
+    copied = thresholds(Tried(scores, labels, groups), Tried(scores, labels, groups))
+    once = Tried(scores[[*range(0, 5040, 60), *range(5040, 5090)]], np.repeat([0, 1], [84, 50]))
+    assert copied.keys() == thresholds(once, once).keys() == {"fpr_5pct", "balanced"}
+    point, alone = copied["fpr_5pct"], thresholds(once, once)["fpr_5pct"]
+    assert point.validation_false_positives == 60 * alone.validation_false_positives
+    assert (point.validation_benign, point.validation_benign_groups) == (5040, 84)
+    assert point.validation_fpr_interval == alone.validation_fpr_interval
+    assert point.held_out_fpr_interval.high == pytest.approx(alone.held_out_fpr_interval.high)
+
+
+def test_one_text_many_times_does_not_use_up_the_budget_of_all() -> None:
+    benign = np.concatenate([np.full(1000, 0.3), np.linspace(0.0, 0.9, 400)])
+    groups = ["copied"] * 1000 + [str(i) for i in range(400)]
+    value = threshold_for_fpr(benign, 0.01, groups)
+    assert (benign[1000:] >= value).sum() == 4
+    assert threshold_for_fpr(benign, 0.01) < value
+
+
+@given(SCORES, st.lists(st.sampled_from("abcdefgh"), min_size=300, max_size=300))
+def test_of_groups_too_no_more_than_the_budget_reaches_a_threshold(benign: np.ndarray, drawn: list[str]) -> None:
+    groups = drawn[: len(benign)]
+    hit = benign >= threshold_for_fpr(benign, 0.2, groups)
+    shares = [hit[[i for i, one in enumerate(groups) if one == name]].mean() for name in set(groups)]
+    assert np.mean(shares) <= 0.2 + 1e-9
+
+
+def test_a_budget_that_no_score_can_keep_gets_no_threshold() -> None:
+    scores, labels = np.concatenate([np.ones(100), np.linspace(0.4, 1, 50)]), np.repeat([0, 1], [100, 50])
+    assert thresholds(Tried(scores, labels), Tried(scores, labels)).keys() == {"balanced"}

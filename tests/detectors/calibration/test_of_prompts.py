@@ -129,6 +129,8 @@ def test_the_written_text_baseline_and_combination_hit_what_their_files_say(
     assert isinstance(probe, Probe)
     assert isinstance(text, TextBaseline)
     assert isinstance(combination, Combination)
+    fitted_to = {kind: one.fitted_to for kind, one in combination.config.params.inputs.items()}
+    assert fitted_to == {"probe": probe.config.fingerprint, "text_baseline": text.config.fingerprint}
     held_out = [i for i, row in enumerate(rows) if row.split == "held_out"]
     inputs = {
         "probe": scores_of(probe, features.part(held_out)),

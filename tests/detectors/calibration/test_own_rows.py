@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from detectors.calibration.cli import calibrate
-from detectors.calibration.data import load_rows
+from detectors.calibration.data import chosen_sets, load_rows
 from detectors.calibration.own_rows import own_rows
 from detectors.calibration.sources import DataError
 
@@ -91,3 +91,19 @@ def test_too_few_rows_and_unknown_sets_are_said(tmp_path: Path) -> None:
         load_rows([str(jsonl(tmp_path, GOOD))], 0, None, False)
     with pytest.raises(DataError, match=r"no data set 'nonsense'; there are: .*spikee.*\*\.jsonl"):
         load_rows(["nonsense"], 0, None, False)
+
+
+def test_a_file_that_is_given_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl(tmp_path, GOOD)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    _, files = chosen_sets(["mine.jsonl", "./mine.jsonl", str(path), "link.jsonl"])
+    assert files == [Path("mine.jsonl")]
+
+
+def test_a_suffix_in_capitals_is_the_same_format(tmp_path: Path) -> None:
+    table = tmp_path / "MINE.CSV"
+    table.write_text('text,label\n"Hello, you",benign\n', encoding="utf-8")
+    lines = jsonl(tmp_path, GOOD).rename(tmp_path / "MINE.JSONL")
+    assert chosen_sets([str(table), str(lines)]) == ([], [table, lines])
+    assert [row.text for path in (table, lines) for row in own_rows(path, seed=0)] == ["Hello, you", GOOD["text"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,20 @@ def test_the_documents_table_is_not_stale() -> None:
     document = (ROOT / "docs" / "detectors.md").read_text(encoding="utf-8")
     fresh = renew(document, markdown(ROOT / "bench" / "results"))
     assert document == fresh, "run: python -m detectors.calibration.report docs/detectors.md bench/results"
+
+
+def test_the_first_weakness_says_on_which_sets_the_probe_falls_short() -> None:
+    document = (ROOT / "docs" / "detectors.md").read_text(encoding="utf-8")
+    first = document.partition("## Weaknesses first")[2].partition("\n- **")[2].partition("\n- **")[0]
+    recorded = json.loads((ROOT / "bench" / "results" / EVALUATION).read_text(encoding="utf-8"))["detectors"]
+    probe, text = (recorded[kind]["left_out"] for kind in ("probe", "text_baseline"))
+    short, _, worse = first.partition("reading the text alone does better")
+    below = {name for name in probe if probe[name]["auroc"] < 0.9}
+    assert set(re.findall(r"`([a-z-]+)` \(", short)) == below
+    assert all(f"`{name}` ({probe[name]['auroc']:.3f}" in short for name in below)
+    assert all(f"{probe[name]['tpr_1pct']:.0%}".replace("%", " %") in short for name in below)
+    assert set(re.findall(r"`([a-z-]+)`", worse)) == {n for n in probe if text[n]["auroc"] > probe[n]["auroc"]}
+    assert len(probe) == 14
 
 
 def test_the_recorded_evaluation_is_of_the_detectors_that_ship() -> None:

@@ -1,0 +1,113 @@
+"""What was calibrated for other weights, or fitted to another detector, is said where a policy is checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from detectors.combination import Combination
+from detectors.model_config import ModelConfigError
+from detectors.probe import Probe
+from guard.data import data_folder
+from guard.doctor import check_taps
+from guard.model_weights import quick_weights_sha256, weights_sha256
+from guard.policy_cli import policy_app
+
+KEY = "SmolLM2-135M-Instruct"
+POLICY = """
+version: 1
+name: p
+detectors:
+  injection: {kind: probe}
+  words: {kind: text_baseline}
+  both: {kind: combination, inputs: {probe: injection, text_baseline: words}}
+rules:
+  - {name: r, when: {detector: both, at_least: fpr_1pct}, action: block}
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "p.yaml"
+    path.write_text(POLICY)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the shipped calibrations' name, and weights of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / KEY
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"tuned a little further")
+    return folder
+
+
+def lint(*arguments: object) -> str:
+    done = CliRunner().invoke(policy_app, ["lint", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def copied(tmp_path: Path) -> Path:
+    folder = tmp_path / "model_configs"
+    for kind in ("probe", "text_baseline", "combination"):
+        (folder / kind).mkdir(parents=True)
+        for path in (data_folder("model_configs") / kind).glob(f"{KEY}.*"):
+            shutil.copy(path, folder / kind)
+    return folder
+
+
+def rewritten(path: Path, change: Any) -> None:
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+def test_lint_says_which_detectors_were_calibrated_on_other_weights(policy: Path, model: Path) -> None:
+    said = lint(policy, "--model", model)
+    for name in ("injection: its probe", "both: its combination"):
+        assert f"note: detector {name} was calibrated on other weights" in said
+    assert "words" not in said  # it reads text alone
+    assert "calibrated on other weights" in lint(policy.parent, "--model", model)
+
+
+def test_of_the_weights_that_it_was_calibrated_on_nothing_is_said(policy: Path, model: Path, tmp_path: Path) -> None:
+    folder, sha256 = copied(tmp_path), weights_sha256(model)
+    for kind in ("probe", "text_baseline", "combination"):
+        rewritten(folder / kind / f"{KEY}.json", lambda raw: raw["calibration"].update(model_sha256=sha256))
+    assert "note" not in lint(policy, "--model", model, "--model-configs", folder)
+
+
+def test_a_combination_says_that_an_input_was_refitted_without_it(policy: Path, tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    fitted_to = Probe.load(folder / "probe" / f"{KEY}.json").config.fingerprint
+    combination = folder / "combination" / f"{KEY}.json"
+    rewritten(combination, lambda raw: raw["params"]["inputs"]["probe"].update(fitted_to=fitted_to))
+    assert "fitted to another" not in lint(policy, "--model", KEY, "--model-configs", folder)
+    rewritten(combination, lambda raw: raw["params"]["inputs"]["probe"].update(fitted_to="0" * 12))
+    said = lint(policy, "--model", KEY, "--model-configs", folder)
+    assert f"fitted to another probe than injection is (000000000000, not {fitted_to})" in said
+    assert "guard calibrate probe text_baseline combination" in said
+    rewritten(combination, lambda raw: raw["params"]["inputs"]["probe"].update(fitted_to="x"))
+    with pytest.raises(ModelConfigError, match="fitted_to"):
+        Combination.load(combination)
+
+
+def test_doctor_says_so_too(policy: Path, model: Path) -> None:
+    found = [check for check in check_taps(str(model), policy, "cpu", [], 8 << 30) if check.name == "calibration"]
+    assert {check.level for check in found} == {"warn"}
+    assert any("injection: its probe was calibrated on other weights" in check.found for check in found)
+
+
+def test_a_hash_is_computed_anew_when_the_weights_change(model: Path) -> None:
+    first = weights_sha256(model)
+    assert weights_sha256(model) == quick_weights_sha256(model) == first
+    (model / "model.safetensors").write_bytes(b"tuned a little further still")
+    assert weights_sha256(model) != first
+    assert quick_weights_sha256(model.parent / "nowhere") is None
