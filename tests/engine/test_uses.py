@@ -225,6 +225,19 @@ def test_hidden_states_of_any_layers_and_tokens_are_transformers_own_and_reduced
         extract(engine.ask, [CHAT], layers, reduce="sum")  # type: ignore[arg-type]
 
 
+def test_an_answer_of_one_token_has_no_states_and_leaves_the_others_theirs(engine: Engine) -> None:
+    # There is room for one token behind it.
+    long = [{"role": "user", "content": "a" * (2047 - engine.told([{"role": "user", "content": ""}])[0])}]
+    for reduce, empty in (("none", np.zeros((0, SIZE))), ("mean", np.full(SIZE, np.nan)), ("norm", np.zeros(()))):
+        short, whole = extract(engine.ask, [long, CHAT], [0, 3], "generated", reduce, max_tokens=6)  # type: ignore[arg-type]
+        for layer in (0, 3):
+            np.testing.assert_array_equal(short[layer], empty)
+            assert np.isfinite(whole[layer]).all()
+    assert whole[3] > 0
+    # Nothing was read at all, so that no record of it leaves the worker.
+    assert [one[3].shape for one in extract(engine.ask, [CHAT, CHAT], [3], "generated")] == [(0, SIZE)] * 2
+
+
 def test_detectors_of_prompts_score_what_transformers_states_give(engine: Engine, tmp_path: Path) -> None:
     length, truth = engine.told(CHAT)
     weight, bias = random(1, 2 * SIZE), random(2, 1)

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from guard.data import data_folder
-from guard.mia.results import AttentionReadout, Readouts
+from guard.mia.results import AttentionReadout, Readouts, RowsReadout
 from guard.mia.spec import MAX_SPEC_BYTES, parse_spec
 from guard.uses import rerank, schema_linking
-from guard.uses.linking_head import average_precision
+from guard.uses.asking import Told
+from guard.uses.hidden_states import extract
+from guard.uses.linking_head import LabelledQuestion, average_precision, read_scores
 from guard.uses.parts import MAX_TEXTS, UnreadableError, ranges_of, spans_of
-from guard.uses.reranker_heads import best_heads, contrastive_scores
+from guard.uses.reranker_heads import LabelledQuery, best_heads, contrastive_scores, document_mass
 from guard.uses.schema_linking import Column, choose
 
 
@@ -69,6 +71,25 @@ def test_texts_that_run_together_are_an_error_and_not_a_wrong_score() -> None:
     dropped = AttentionReadout("dropped", ((1, 0),), reason="no room")
     with pytest.raises(UnreadableError, match="dropped no room"):
         rerank.token_attention(Readouts({"attention": dropped}, readouts.span_tokens), 4)
+
+
+def test_what_cannot_be_read_is_named_with_its_number_and_the_reason() -> None:
+    good = Told("", (Readouts({"layer1": RowsReadout("complete", 1, (0,), values=np.ones((1, 4), np.float32))}),))
+    bad = Told("", (Readouts({"layer1": RowsReadout("dropped", 1, reason="no room")}),))
+    with pytest.raises(UnreadableError, match=r"^conversation 1: the readout 'layer1' is missing: dropped no room$"):
+        extract(lambda asked, max_tokens=1: [good, bad], [[], []], [1])
+    dropped = Told("", (Readouts({"attention": AttentionReadout("dropped", ((1, 0),), reason="no room")}),))
+    with pytest.raises(UnreadableError, match=r"^query 0: .+ dropped no room"):
+        document_mass(lambda asked, max_tokens=1: [dropped], [(1, 0)], [LabelledQuery("q", ("a", "b"), 0)])
+    link = Told("", (Readouts({"link": AttentionReadout("dropped", ((1, 0),), reason="no room")}),))
+    asked = [LabelledQuestion("q", frozenset({0}))]
+    with pytest.raises(UnreadableError, match=r"^question 0: .+ dropped no room"):
+        read_scores(lambda asked, max_tokens=1: [link], [(1, 0)], asked, [Column("a", "b")])
+
+
+def test_no_layer_is_an_error_and_not_an_empty_result() -> None:
+    with pytest.raises(ValueError, match="no layer"):
+        extract(lambda asked, max_tokens=1: [Told("", ())], [[]], [])
 
 
 def test_the_largest_specs_are_ones_that_engines_take() -> None:
