@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--config", type=Path, default=data_folder("model_configs") / "core_reranker" / CONFIG)
     options = made.parse_args(arguments)
     heads = load_reranker(options.config).heads
-    with door(options, EngineConfig(attention_heads=heads, max_query_rows_per_step=512)) as ask:
+    with door(options, EngineConfig(attention_heads=heads, max_query_rows_per_step="tokens")) as ask:
         for one in rerank(ask, heads, QUERY, DOCUMENTS):
             print(f"{one.score:+.4f}  {DOCUMENTS[one.index]}")
 
