@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -108,6 +111,18 @@ async def proxied(
 @pytest.fixture(autouse=True)
 def words(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch)
+
+
+async def test_an_example_that_asks_the_proxy_says_in_one_line_to_ask_its_engine(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "examples"))
+    for module in ("door", "hidden_states"):
+        sys.modules.pop(module, None)
+    async with proxied(server, tmp_path) as proxy:
+        main = importlib.import_module("hidden_states").main
+        with pytest.raises(SystemExit, match="guard's proxy; give the address of its engine, as http"):
+            await asyncio.to_thread(main, ["--model", "tiny", "--base-url", f"{proxy.url}/v1"])
 
 
 def test_a_client_ranks_by_what_transformers_attention_says(server: Server) -> None:
