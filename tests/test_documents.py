@@ -36,6 +36,12 @@ def test_commands_of_the_guard_that_pages_name_exist(page: Path) -> None:
     assert named <= known
 
 
+@pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "deploy" / "README.md"], ids=lambda page: page.name)
+def test_commands_to_copy_are_where_make_install_puts_them(page: Path) -> None:
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^ *(?:\$ )?guard [a-z]+", "\n".join(blocks), re.MULTILINE) == []
+
+
 def test_targets_of_make_that_pages_name_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE)}

@@ -87,7 +87,7 @@ def test_a_missing_tap_is_one_line_that_says_what_to_add(
 def test_a_layer_that_is_not_steered_and_a_folder_of_somebody_else_are_one_line(
     run: Run, server: Server, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit, match="must be the server's steering_folder$"):
+    with pytest.raises(SystemExit, match=r"must be the server's steering_folder$"):
         run("instruction_following", "--layer", "3", "--vectors", str(tmp_path))
     vectors = server.folder.parent / "vectors"
     try:

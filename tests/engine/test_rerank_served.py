@@ -191,6 +191,16 @@ async def test_texts_are_judged_and_wrong_bodies_are_400s_that_name_the_field(se
         for param, fields in wrong.items():
             status, answer = await proxy.post(**fields)
             assert (status, answer["error"]["param"]) == (400, param), answer
+        for text, mistake in (("\u200b", "is blank"), ("\ud800", "half of a surrogate pair"), (7, "must be a text")):
+            for param, fields in {
+                "query": {"query": text},
+                "documents[0]": {"documents": [text, "a"]},
+                "documents[1]": {"documents": ["a", {"text": text}]},
+            }.items():
+                status, answer = await proxy.post(**fields)
+                assert (status, answer["error"]["param"]) == (400, param), answer
+                assert answer["error"]["message"].startswith(f"{param} ")
+                assert mistake in answer["error"]["message"]
         # vLLM's own error, as it is.
         status, answer = await proxy.post(documents=["x" * 3000])
         assert (status, "maximum context length" in answer["error"]["message"]) == (400, True)

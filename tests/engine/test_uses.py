@@ -288,10 +288,14 @@ def test_claims_are_checked_by_what_the_model_makes_of_their_conversation(engine
         norm_eps=1e-5,
         prompt_sha256=PROMPT_SHA256,
     )
-    nothing, checked = score_claims(
-        engine.ask, detector, [("Claim.", {}), ("It froze.", {"reference": "There was ice."})]
+    reference = {"reference": "There was ice."}
+    nothing, blank, checked = score_claims(
+        engine.ask, detector, [("Claim.", {}), ("\u200b ", reference), ("It froze.", reference)]
     )
-    assert nothing.status == "unavailable"
+    assert (nothing.status, nothing.reason) == ("unavailable", "there is no reference to check the answer against")
+    assert (blank.status, blank.reason) == ("unavailable", "there is no claim to check")
+    with pytest.raises(ValueError, match=r"^the text of claim 1 has half of a surrogate pair"):
+        score_claims(engine.ask, detector, [("Claim.", {}), ("\ud800", reference)])
     passed = detector.second_pass("It froze.", {"reference": "There was ice."})
     length, truth = engine.told([dict(one) for one in passed.messages])
     state = truth.stream(3)[length - 1].astype(np.float64)

@@ -52,7 +52,7 @@ def test_the_vector_does_what_the_instruction_in_words_does() -> None:
 
 
 @pytest.mark.engine
-def test_every_shipped_detector_of_the_model_scores_what_it_is_for_higher() -> None:
+def test_every_shipped_detector_that_reads_the_model_scores() -> None:
     told = run("detectors_offline.py")
     rows = re.findall(r"^(\w+) +(\w+) (\S+)(?: \(fpr_1pct: [\d.]+\))? +(\S.*)$", told, re.MULTILINE)
     values = {(kind, text[:5]): (status, float(value)) for kind, status, value, text in rows if value != "none"}
@@ -60,9 +60,9 @@ def test_every_shipped_detector_of_the_model_scores_what_it_is_for_higher() -> N
     # The others read texts alone, or the scores of these, or rank documents.
     assert {kind for kind, _ in values} == shipped - {"text_baseline", "combination", "core_reranker"}
     assert {status for status, _ in values.values()} == {"scored"}
-    for kind in ("probe", "attention_tracker"):
+    for kind in ("probe", "attention_tracker", "tool_call_risk"):
         assert values[kind, "Ignor"] > values[kind, "Which"], told
-    assert values["science_hallucination", "The l"] != values["science_hallucination", "There"], told
+    assert values["science_hallucination", "The l"] > values["science_hallucination", "There"], told
 
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)

@@ -102,13 +102,39 @@ def test_the_largest_specs_are_ones_that_engines_take() -> None:
         spans_of(range(MAX_TEXTS + 1))
 
 
-def test_blank_texts_are_refused() -> None:
-    with pytest.raises(ValueError, match="the query"):
-        rerank.prompt(" ", ["a"])
-    with pytest.raises(ValueError, match="question"):
-        schema_linking.prompt("", [Column("a", "b")])
-    with pytest.raises(ValueError, match="no name"):
-        schema_linking.prompt("q", [Column("", "b")])
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        *((blank, "is blank") for blank in ("", " \n", "\u200b", "\ufeff \u2060", "\0", "\u3164", "\u2800", "\ufe0f")),
+        *((half, "half of a surrogate pair") for half in ("\ud800", "a\udfffb")),
+    ],
+)
+def test_texts_with_nothing_to_read_and_halves_of_characters_are_refused_by_name(text: str, mistake: str) -> None:
+    column = Column("a", "b")
+    for name, made in (
+        ("the query", lambda: rerank.prompt(text, ["a"])),
+        ("document 1", lambda: rerank.prompt("q", ["a", text])),
+        ("the question", lambda: schema_linking.prompt(text, [column])),
+        ("the name of column 1", lambda: schema_linking.prompt("q", [column, Column(text, "b")])),
+        ("the table of column 0", lambda: schema_linking.prompt("q", [Column("a", text)])),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} .*{mistake}"):
+            made()
+
+
+@pytest.mark.parametrize("text", ["a", " a\u200b", "❤\ufe0f", "\u0301", "नि", "\U0001f468\u200d\U0001f469"])
+def test_whatever_can_be_seen_is_a_text(text: str) -> None:
+    assert rerank.prompt(text, [text])
+
+
+@pytest.mark.parametrize("separator", ["\n- ", "\r", "\u2028", "\x0b"])
+def test_columns_that_are_there_twice_or_would_read_as_two_are_refused(separator: str) -> None:
+    with pytest.raises(ValueError, match=r"^the name of column 0 has more than one line$"):
+        schema_linking.prompt("q", [Column(f"x{separator}z@y", "b")])
+    with pytest.raises(ValueError, match=r"^the table of column 1 has more than one line$"):
+        schema_linking.prompt("q", [Column("a", "b"), Column("a", f"b{separator}c")])
+    with pytest.raises(ValueError, match=r"^column 1 is there twice: a@b@c$"):
+        schema_linking.prompt("q", [Column("a@b", "c"), Column("a", "b@c")])
 
 
 def test_the_shipped_heads_were_measured() -> None:
