@@ -61,7 +61,11 @@ def score_claims(ask: Ask, detector: SecondPassDetector, claims: Sequence[tuple[
                 raise ValueError(f"the {name} of claim {i} {mistake}")
     passes = [detector.second_pass(answer, texts) for answer, texts in claims]
     asked = [one for one in passes if isinstance(one, SecondPass)]
-    told = iter(ask([([dict(m) for m in one.messages], MiaSpec(hidden=dict(one.plan.hidden))) for one in asked]))
+    told = iter(
+        ask([([dict(m) for m in one.messages], MiaSpec(hidden=dict(one.plan.hidden))) for one in asked])
+        if asked
+        else []
+    )
     return [one if isinstance(one, Score) else detector.score_pass(next(told).items) for one in passes]
 
 

@@ -294,6 +294,7 @@ def test_claims_are_checked_by_what_the_model_makes_of_their_conversation(engine
     )
     assert (nothing.status, nothing.reason) == ("unavailable", "there is no reference to check the answer against")
     assert (blank.status, blank.reason) == ("unavailable", "there is no claim to check")
+    assert [one.status for one in score_claims(engine.ask, detector, [("", reference)])] == ["unavailable"]
     with pytest.raises(ValueError, match=r"^the text of claim 1 has half of a surrogate pair"):
         score_claims(engine.ask, detector, [("Claim.", {}), ("\ud800", reference)])
     passed = detector.second_pass("It froze.", {"reference": "There was ice."})
