@@ -25,6 +25,7 @@ from detectors.base import CapturePlan, Score, SecondPass
 from detectors.linear import WeightsFile, check_shapes, load_tensors
 from detectors.model_config import ModelConfig, ModelConfigError, Section, load_model_config
 from detectors.science_prompt import LABELS, PROMPT_SHA256, conversation
+from guard.blank_text import is_blank
 from guard.mia.results import FloatArray, HiddenReadout, Readout, Readouts
 from guard.mia.spec import HiddenCapture, Layer, MiaSpec
 
@@ -86,7 +87,9 @@ class ScienceHallucination:
 
     def second_pass(self, answer: str, texts: Mapping[str, str]) -> SecondPass | Score:
         reference = texts.get(REFERENCE, "").strip()
-        if not reference:
+        if is_blank(answer):
+            return Score("unavailable", reason="there is no claim to check")
+        if is_blank(reference):
             return Score("unavailable", reason="there is no reference to check the answer against")
         return SecondPass(conversation(reference, answer.strip()), self.plan_of_pass)
 

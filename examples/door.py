@@ -3,37 +3,88 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
+
 from guard.mia import MiaClient, MiaLLM
+from guard.mia.compat import CompatError
 from guard.mia.engine_config import EngineConfig
 from guard.models import DEFAULT_MODEL, pull
 from guard.uses.asking import Ask, offline, served
+from guard.uses.parts import UnreadableError
+
+SERVER_URL = "http://127.0.0.1:8001/v1"
+ON_A_CPU = "--dtype float32 --enforce-eager --gpu-memory-utilization 0.3"
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description)
+def parser(description: str | None, taps: EngineConfig, *server_arguments: str) -> argparse.ArgumentParser:
+    """``taps``: those that a server needs for what the example does unless told otherwise; ``server_arguments``: others
+    of its own, which the example takes, too."""
+    to_ask_it = " ".join(["--base-url", SERVER_URL, *server_arguments])
+    made = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"A server that it can ask, on a CPU; on a GPU leave out the last line:\n\n"
+        f"{server_command(taps, *server_arguments)}\n\nThen add: {to_ask_it}",
+    )
     made.add_argument(
         "--model", default=DEFAULT_MODEL, help="short name or folder; with --base-url what the server calls it"
     )
-    made.add_argument(
-        "--base-url", help="of a vLLM with the taps, as http://127.0.0.1:8001/v1; without: an engine of our own"
-    )
+    made.add_argument("--base-url", help=f"of a vLLM with the taps, as {SERVER_URL}; without: an engine of our own")
     made.add_argument("--api-key", help="that the server wants")
     return made
+
+
+def server_command(taps: EngineConfig, *more: str) -> str:
+    """How to start vLLM with the default model and these taps. The page of each example has it, too."""
+    lines = [
+        ".venv/bin/python -m vllm.entrypoints.openai.api_server",
+        f"--model ~/.cache/mia-guard/models/SmolLM2-135M-Instruct --served-model-name {DEFAULT_MODEL}",
+        "--port 8001 --max-model-len 4096 --middleware guard.mia.server.MiaMiddleware",
+        *more,
+        f"--additional-config '{additional_config(taps)}'",
+        ON_A_CPU,
+    ]
+    return " \\\n  ".join(lines)
+
+
+def additional_config(taps: EngineConfig) -> str:
+    return json.dumps({"mia": taps.model_dump(mode="json", exclude_defaults=True)})
 
 
 @contextmanager
 def door(options: argparse.Namespace, taps: EngineConfig, **vllm_args: object) -> Iterator[Ask]:
     """Asks the server of ``--base-url``, or an engine that lives as long as the block."""
-    if options.base_url:
-        yield served(MiaClient(options.base_url, api_key=options.api_key), options.model)
-        return
-    arguments = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 8, "kv_cache_memory_bytes": 2**29}
-    with MiaLLM(model_folder(options.model), taps, **{**arguments, **vllm_args}) as llm:
-        yield offline(llm)
+    with said_in_one_line(options, taps):
+        if options.base_url:
+            yield served(MiaClient(options.base_url, api_key=options.api_key), options.model)
+            return
+        arguments = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 8, "kv_cache_memory_bytes": 2**29}
+        with MiaLLM(model_folder(options.model), taps, **{**arguments, **vllm_args}) as llm:
+            yield offline(llm)
+
+
+@contextmanager
+def said_in_one_line(options: argparse.Namespace, taps: EngineConfig) -> Iterator[None]:
+    """Ends the example with one line about what a server or a readout lacks."""
+    try:
+        yield
+    except openai.APIStatusError as error:
+        body = error.body if isinstance(error.body, dict) else {}
+        message, where = str(body.get("message") or error.message), str(body.get("param") or "")
+        if "set by the guard alone" in message:
+            message += f": this is the guard's proxy; give the address of its engine, as {SERVER_URL}"
+        elif "mia" in where or "mia" in message:
+            message += f": start the server with --additional-config '{additional_config(taps)}'"
+        raise SystemExit(message) from None
+    except openai.APIConnectionError:
+        raise SystemExit(f"no server answers at {options.base_url}: --help says how to start one") from None
+    except (CompatError, UnreadableError) as error:
+        raise SystemExit(str(error)) from None
 
 
 def model_folder(model: str) -> Path:

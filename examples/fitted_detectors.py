@@ -1,5 +1,5 @@
-"""The two detectors that ship without a calibration, fitted to a few rows of your own: ``python
-examples/fitted_detectors.py``. Needs ``pip install 'mia-guard[calibrate]'``.
+"""Two detectors fitted to a few rows of your own, instead of the shipped ones: ``python examples/fitted_detectors.py``.
+Needs ``pip install 'mia-guard[calibrate]'``. The shipped ones score in ``detectors_offline.py``.
 
 ``science_hallucination``: does a reference support a claim? ``tool_call_risk``: is the model about to do what something
 that it read told it to? So few rows show the way and measure nothing; the model is tiny. For a detector that is worth
@@ -30,6 +30,7 @@ from guard.uses.detectors_offline import score, score_claims
 from guard.uses.hidden_states import extract
 
 SCIENCE, RISK = "science", "risk"
+LAYERS = (15, 20, 30)
 CLAIMS = [
     # reference, a claim that it supports, one that it contradicts, one that it says nothing about
     ("The lake froze in January.", "There was ice on the lake.", "The lake never froze.", "The lake has many fish."),
@@ -60,10 +61,13 @@ ORDERS = [
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--layers", type=int, nargs="+", default=[15, 20, 30], help="the last is the model's last")
+    made = parser(__doc__, EngineConfig(hidden_layers=LAYERS))
+    made.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="the last is the model's last")
+    made.add_argument("--weights", type=Path, help="the model's folder, with --base-url: its last norm is needed")
     options = made.parse_args(arguments)
-    folder = model_folder(options.model)
+    if options.base_url and not options.weights:
+        made.error("--base-url needs --weights, too: a server does not tell its model's last norm")
+    folder = options.weights or model_folder(options.model)
     with door(options, EngineConfig(hidden_layers=tuple(options.layers))) as ask:
         with tempfile.TemporaryDirectory() as temporary:
             science = fitted_science(ask, folder, options.layers[-1], Path(temporary))

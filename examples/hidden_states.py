@@ -14,14 +14,19 @@ CONVERSATIONS = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
     for question in ("Why is the sky blue?", "Which river flows through Vienna, and where does it end?")
 ]
+LAYERS = (0, 15, 30)
+
+
+def taps(layers: tuple[int, ...]) -> EngineConfig:
+    return EngineConfig(hidden_layers=layers, max_hidden_rows_per_step="tokens")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--layers", type=int, nargs="+", default=[0, 15, 30])
+    made = parser(__doc__, taps(LAYERS))
+    made.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     options = made.parse_args(arguments)
     layers = tuple(options.layers)
-    with door(options, EngineConfig(hidden_layers=layers, max_hidden_rows_per_step="tokens")) as ask:
+    with door(options, taps(layers)) as ask:
         last = extract(ask, CONVERSATIONS, layers)
         user = extract(
             ask, CONVERSATIONS, layers, SpanPositions(span="question"), "mean", spans={"question": ("user.last",)}

@@ -11,18 +11,16 @@ docs/use-cases/instruction-following.md.
 from __future__ import annotations
 
 import re
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from detectors.calibration.readers import open_engine
-from guard.mia.engine_config import EngineConfig
+from steering_door import steering_door, steering_parser, steering_taps
+
 from guard.mia.spec import MiaSpec, Steer
-from guard.models import pull
-from guard.steering.coherence import continuation_logprobs, perplexity
+from guard.steering.coherence import perplexity
 from guard.steering.learning import learn
 from guard.steering.rows import read_pairs, read_prompts
-from guard.steering.states import Reading, states_of
-from guard.steering.vector_files import write_vector
+from guard.steering.states import Reading
 
 HERE = Path(__file__).parent
 LAYER, COEFFICIENT, TOKENS = 20, 2.0, 32
@@ -30,27 +28,21 @@ IN_WORDS = " Answer with a bulleted list."
 LIST_ITEM = re.compile(r"(?m)^\s*([-*•]|\d+[.)]) ")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = steering_parser(__doc__, LAYER).parse_args(arguments)
+    layer = options.layer
     pairs = read_pairs(HERE / "pairs" / "list.jsonl")
-    prompts = list(read_prompts(HERE / "prompts.jsonl").conversations)
+    prompts = [[dict(one) for one in prompt] for prompt in read_prompts(HERE / "prompts.jsonl").conversations]
     told = [[{**prompt[-1], "content": prompt[-1]["content"] + IN_WORDS}] for prompt in prompts]
-    reading = Reading((LAYER,), at="last")
-    with tempfile.TemporaryDirectory() as folder:
-        config = EngineConfig(
-            hidden_layers=(LAYER,), steering_layers=(LAYER,), steering_folder=Path(folder), max_steering_vectors=1
-        )
-        with open_engine(pull("smollm2-135m"), config) as llm:
-            states = states_of(llm, [*pairs.positive, *pairs.negative], reading)
-            (listed,) = learn(states[: len(pairs.positive)], states[len(pairs.positive) :], (LAYER,), "diff")
-            write_vector(Path(folder), "list", listed.vector, {})
-            llm.load_vector("list")
+    with steering_door(options, steering_taps(layer, options.vectors)) as engine:
+        states = engine.states([*pairs.positive, *pairs.negative], Reading((layer,), at="last"))
+        (listed,) = learn(states[: len(pairs.positive)], states[len(pairs.positive) :], (layer,), "diff")
+        engine.load("list", listed.vector)
 
-            steered = MiaSpec(steer=(Steer(vector="list", layer=LAYER, coefficient=COEFFICIENT),))
-            asked = [*prompts, *told, *prompts]
-            specs = [MiaSpec()] * (len(prompts) + len(told)) + [steered] * len(prompts)
-            answers = llm.chat(asked, specs, max_tokens=TOKENS)
-            written = [(answer.prompt_token_ids, answer.token_ids) for answer in answers]
-            logprobs = continuation_logprobs(llm, written, [None] * len(written))
+        plain, steered = MiaSpec(), MiaSpec(steer=(Steer(vector="list", layer=layer, coefficient=COEFFICIENT),))
+        asked = [*((one, plain) for one in [*prompts, *told]), *((one, steered) for one in prompts)]
+        answers = engine.ask(asked, TOKENS)
+        logprobs = engine.logprobs(answers)
     for i, how in enumerate(("nothing said", "in words", "as a vector")):
         own = slice(i * len(prompts), (i + 1) * len(prompts))
         lists = sum(LIST_ITEM.search(answer.text) is not None for answer in answers[own])

@@ -1,7 +1,7 @@
 """Documents in the order in which a model's attention finds them relevant: ``python examples/rerank.py``.
 
-Served: ``guard serve --set rerank=true``, then ``--model smollm2-135m --base-url http://127.0.0.1:8001/v1``; through
-the proxy any client of Jina's or Cohere's API does, see docs/use-cases/reranking.md.
+Served: ``.venv/bin/guard serve --set rerank=true``, then ``--base-url http://127.0.0.1:8001/v1``, its engine's address;
+through the proxy any client of Jina's or Cohere's API does, see docs/use-cases/reranking.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from guard.data import data_folder
 from guard.mia.engine_config import EngineConfig
 from guard.uses.rerank import load_reranker, rerank
 
-CONFIG = "SmolLM2-135M-Instruct.json"
+CONFIG = data_folder("model_configs") / "core_reranker" / "SmolLM2-135M-Instruct.json"
 QUERY = "How long does it take to get a passport?"
 DOCUMENTS = [
     "Passports are issued by the citizens' office. Bring a photo and your old passport.",
@@ -26,12 +26,16 @@ DOCUMENTS = [
 ]
 
 
+def taps(config: Path) -> EngineConfig:
+    return EngineConfig(attention_heads=load_reranker(config).heads, max_query_rows_per_step="tokens")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--config", type=Path, default=data_folder("model_configs") / "core_reranker" / CONFIG)
+    made = parser(__doc__, taps(CONFIG))
+    made.add_argument("--config", type=Path, default=CONFIG)
     options = made.parse_args(arguments)
     heads = load_reranker(options.config).heads
-    with door(options, EngineConfig(attention_heads=heads, max_query_rows_per_step=512)) as ask:
+    with door(options, taps(options.config)) as ask:
         for one in rerank(ask, heads, QUERY, DOCUMENTS):
             print(f"{one.score:+.4f}  {DOCUMENTS[one.index]}")
 

@@ -20,7 +20,7 @@ HEAD = (25, 4)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = parser(__doc__)
+    made = parser(__doc__, EngineConfig(attention_heads=(HEAD,)))
     made.add_argument("--top-p", type=float, default=0.2)
     made.add_argument("--head", type=int, nargs=2, default=HEAD, help="layer from 1, and head from 0")
     made.add_argument("--questions", type=int, default=6)

@@ -10,50 +10,42 @@ docs/use-cases/steering-language.md.
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from steering_door import steering_door, steering_parser, steering_taps
 
-from detectors.calibration.readers import open_engine
-from guard.mia.engine_config import EngineConfig
 from guard.mia.spec import MiaSpec, Steer
-from guard.models import pull
-from guard.steering.coherence import continuation_logprobs, perplexity
+from guard.steering.coherence import perplexity
 from guard.steering.languages import language_share
 from guard.steering.learning import learn
 from guard.steering.rows import read_pairs, read_prompts
-from guard.steering.states import Reading, states_of
-from guard.steering.vector_files import write_vector
+from guard.steering.states import Reading
 
 HERE = Path(__file__).parent
 LAYER, COEFFICIENTS, TOKENS = 8, (0.0, 0.5, 0.75), 32
+WHOLE_ANSWERS = {"max_hidden_rows_per_step": "tokens"}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = steering_parser(__doc__, LAYER, **WHOLE_ANSWERS).parse_args(arguments)
+    layer = options.layer
     pairs = read_pairs(HERE / "pairs" / "french.jsonl")
     prompts = read_prompts(HERE / "prompts.jsonl").conversations[:6]
-    reading = Reading((LAYER,), at="mean")
-    with tempfile.TemporaryDirectory() as folder:
-        config = EngineConfig(
-            hidden_layers=(LAYER,),
-            max_hidden_rows_per_step="tokens",
-            steering_layers=(LAYER,),
-            steering_folder=Path(folder),
-            max_steering_vectors=1,
-        )
-        with open_engine(pull("smollm2-135m"), config, max_num_batched_tokens=2048) as llm:
-            states = states_of(llm, [*pairs.positive, *pairs.negative], reading)
-            (french,) = learn(states[: len(pairs.positive)], states[len(pairs.positive) :], (LAYER,), "diff")
-            print(f"layer {LAYER}: length {french.norm:.1f} in a stream of {french.stream_norm:.1f}")
-            write_vector(Path(folder), "french", french.vector, {})
-            llm.load_vector("french")
+    reading = Reading((layer,), at="mean")
+    taps = steering_taps(layer, options.vectors, **WHOLE_ANSWERS)
+    with steering_door(options, taps, max_num_batched_tokens=2048) as engine:
+        states = engine.states([*pairs.positive, *pairs.negative], reading)
+        (french,) = learn(states[: len(pairs.positive)], states[len(pairs.positive) :], (layer,), "diff")
+        print(f"layer {layer}: length {french.norm:.1f} in a stream of {french.stream_norm:.1f}")
+        engine.load("french", french.vector)
 
-            # One batch; each request is steered its own way. A coefficient of 0 changes nothing, to the last bit.
-            specs = [MiaSpec(steer=(Steer(vector="french", layer=LAYER, coefficient=c),)) for c in COEFFICIENTS]
-            answers = llm.chat(list(prompts) * len(specs), [spec for spec in specs for _ in prompts], max_tokens=TOKENS)
-            written = [(answer.prompt_token_ids, answer.token_ids) for answer in answers]
-            logprobs = continuation_logprobs(llm, written, [None] * len(written))
+        # One batch; each request is steered its own way. A coefficient of 0 changes nothing, to the last bit.
+        specs = [MiaSpec(steer=(Steer(vector="french", layer=layer, coefficient=c),)) for c in COEFFICIENTS]
+        asked = [([dict(one) for one in prompt], spec) for spec in specs for prompt in prompts]
+        answers = engine.ask(asked, TOKENS)
+        logprobs = engine.logprobs(answers)
     for i, coefficient in enumerate(COEFFICIENTS):
         own = slice(i * len(prompts), (i + 1) * len(prompts))
         share = np.mean([language_share(answer.text, "fr") for answer in answers[own]])

@@ -38,9 +38,6 @@ from guard.terminal import pull_with_progress, say, tick_printer
 from guard.uses.rerank import RerankerConfig
 from guard.workers import proxies
 
-RERANKED_QUERY_TOKENS = 2048
-"""Of the queries that one step may have to rank by, those of all requests together."""
-
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -195,7 +192,7 @@ def engine_config_for(
         probes={name: probe.layer for name, probe in probes.items()},
         probe_folder=probes_folder if probes else None,
         max_hidden_rows_per_step="tokens" if any(isinstance(one, SpanPositions) for one in positions) else None,
-        max_query_rows_per_step=RERANKED_QUERY_TOKENS if reranker else None,
+        max_query_rows_per_step="tokens" if reranker else None,
     )
 
 

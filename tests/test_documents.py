@@ -36,6 +36,12 @@ def test_commands_of_the_guard_that_pages_name_exist(page: Path) -> None:
     assert named <= known
 
 
+@pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "deploy" / "README.md"], ids=lambda page: page.name)
+def test_commands_to_copy_are_where_make_install_puts_them(page: Path) -> None:
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^ *(?:\$ )?guard [a-z]+", "\n".join(blocks), re.MULTILINE) == []
+
+
 def test_targets_of_make_that_pages_name_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE)}
@@ -115,3 +121,19 @@ def test_the_python_example_in_the_readme_prints_what_it_should(
 def test_the_api_page_is_what_the_code_says() -> None:
     page = (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8")
     assert page == reference(), "run: python -m guard.reference > docs/api.md"
+
+
+def test_every_cell_about_a_peer_names_its_source_and_the_sources_date() -> None:
+    text = (CHECKOUT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    sources = dict(re.findall(r"^\| \*\*(\w+)\*\* \| .+ \| (.+) \|$", text, re.MULTILINE))
+    assert all("unknown" in date or re.search(r"20\d\d|autumn", date) for date in sources.values())
+    used = set()
+    for heading in ("Inside the model", "Guardrail proxies"):
+        table = text.partition(f"## {heading}\n")[2].partition("\n\n")[0].splitlines()
+        for row in table[2:]:
+            _, *peers, _ = row.strip("| ").split(" | ")
+            for cell in peers:
+                found = re.search(r" \*\*(\w+)\*\*$", cell)
+                assert found, cell
+                used.add(found[1])
+    assert used == sources.keys()

@@ -33,7 +33,7 @@ from guard.mia.spec import AttentionCapture, HiddenCapture, SpanPositions
 from guard.models import ResolvedModel
 from guard.policy import bind, load_policy
 from guard.proxy_server import StartError, listening_socket
-from guard.serve import RERANKED_QUERY_TOKENS, engine_config_for, engine_config_of, probes_for, run_until_signal
+from guard.serve import engine_config_for, engine_config_of, probes_for, run_until_signal
 from guard.uses.rerank import load_reranker, spec_for
 from tests.conftest import RunningPair
 from tests.detectors.weights import write as write_detector
@@ -95,7 +95,7 @@ def test_the_engine_gets_taps_that_the_reranker_reads_beside_the_policys(tmp_pat
     assert set(config.attention_heads) == {(2, 0), (5, 1), *reranker.heads}
     config.check(bound.spec)
     config.check(spec_for(reranker.heads, 40))
-    assert config.max_query_rows_per_step == RERANKED_QUERY_TOKENS
+    assert config.max_query_rows_per_step == "tokens"
     printed = json.loads(engine_config_of("smollm2-135m", default_policy(), tmp_path / "probes", rerank=True))
     EngineConfig.model_validate(printed["mia"]).check(spec_for(reranker.heads, 1))
 

@@ -57,7 +57,7 @@ def main() -> None:
     heads: tuple[Head, ...] = tuple(
         (layer + 1, head) for layer in range(shape["num_hidden_layers"]) for head in range(shape["num_attention_heads"])
     )
-    taps = EngineConfig(attention_heads=heads, max_query_rows_per_step=512, max_host_bytes=2**31)
+    taps = EngineConfig(attention_heads=heads, max_query_rows_per_step="tokens", max_host_bytes=2**31)
     began_s = time.perf_counter()
     with MiaLLM(
         folder, taps, dtype="float32", max_model_len=4096, max_num_seqs=BATCH, kv_cache_memory_bytes=2**30

@@ -28,6 +28,7 @@ from guard.mia.results import (
     Readout,
     Status,
     SteeringReport,
+    empty,
     is_averaged,
     join,
     not_complete,
@@ -50,12 +51,13 @@ costs much more than another."""
 
 @dataclass(frozen=True)
 class Asked:
-    """What the front end knows of one request. ``longest``: tokens that prompt and answer may have;
-    ``max_grown_bytes``: most that what grows with the answer may take."""
+    """What the front end knows of one request. ``longest``: tokens that prompt and answer may have; ``hidden_size``: of
+    the model; ``max_grown_bytes``: most that what grows with the answer may take."""
 
     spec: MiaSpec
     prompt_len: int
     longest: int
+    hidden_size: int
     max_grown_bytes: int = 2**63
 
 
@@ -404,13 +406,13 @@ def _readout(gathered: Gathered, name: str, capture: Capture) -> Readout:
     if isinstance(capture, HiddenCapture):
         rows = gathered.rows.pop(name, None)
         if rows is None:
-            return not_complete(capture, "complete", "")
+            return empty(capture, gathered.asked.hidden_size)
         return rows.only() if capture.positions == "last_prompt" else rows.readout()
     if is_averaged(capture):
         assert isinstance(capture, AttentionCapture)
         return _mean(gathered.sums.pop(name), capture, gathered.asked.prompt_len)
     parts = gathered.parts.pop(name, None)
-    return join(parts) if parts else not_complete(capture, "complete", "")  # type: ignore[type-var]
+    return join(parts) if parts else empty(capture, gathered.asked.hidden_size)  # type: ignore[type-var]
 
 
 def _news(gathered: Gathered, name: str, capture: Capture) -> Readout | None:

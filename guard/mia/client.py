@@ -66,11 +66,12 @@ class MiaClient:
 
     def chat(self, messages: Messages, spec: MiaSpec, model: str, **sampling: Any) -> tuple[Any, tuple[Readouts, ...]]:
         """A chat completion, greedy unless ``sampling`` says otherwise, and its readouts, as ``MiaLLM.chat`` has them.
+        vLLM's own fields go into ``extra_body``, as for the openai package.
 
         Raises ``CompatError`` when the server sends none, or sends them as files.
         """
         create: Any = self.client.chat.completions.create
-        body = {"vllm_xargs": {"mia": spec.to_wire()}}
+        body = {**(sampling.pop("extra_body", None) or {}), "vllm_xargs": {"mia": spec.to_wire()}}
         answer = create(messages=list(messages), model=model, extra_body=body, **{"temperature": 0.0, **sampling})
         event = getattr(answer, "mia", None)
         if event is None:

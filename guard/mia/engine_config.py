@@ -45,8 +45,8 @@ class EngineConfig(BaseModel):
     """Rows of the residual stream that one step may copy, per layer; a capture beyond it gets ``dropped``. None: one
     for each request in a step, which is enough for last prompt tokens and generated ones. ``tokens``: as many as a step
     holds, so that spans and whole prompts always fit."""
-    max_query_rows_per_step: Annotated[int | None, Field(ge=1)] = None
-    """The same for queries: spans and whole prompts of them need more than one for each request."""
+    max_query_rows_per_step: Annotated[int, Field(ge=1)] | Literal["tokens"] | None = None
+    """The same for queries, per head: spans and whole prompts of them need more than one for each request."""
     max_host_bytes: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
     """Host memory for what is gathered until it can be sent: keys for attention, rows of the residual stream, queries.
     Captures beyond it get ``dropped``."""

@@ -65,7 +65,8 @@ class RequestContext:
 
     ``vectors``: digests of the engine's steering vectors by name. ``max_grown_bytes``: most that what grows with one
     answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``keys_from_cache``: see the function
-    of that name. ``shows_progress``: whether what grows can leave before the answer's end. ``prompts``: by request id.
+    of that name. ``hidden_size``: of the model. ``shows_progress``: whether what grows can leave before the answer's
+    end. ``prompts``: by request id.
     """
 
     spec: MiaSpec
@@ -73,6 +74,7 @@ class RequestContext:
     max_grown_bytes: int = 2**63
     max_answer_bytes: int = 2**63
     keys_from_cache: bool = False
+    hidden_size: int = 0
     shows_progress: bool = False
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError(NO_MESSAGES))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
@@ -145,7 +147,9 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
             name: not_complete(context.spec.captures[name], "unavailable", reason)
             for name, reason in resolved.unavailable.items()
         },
-        asked=Asked(spec, len(ids), len(ids) + (params.max_tokens or len(ids)), context.max_grown_bytes),
+        asked=Asked(
+            spec, len(ids), len(ids) + (params.max_tokens or len(ids)), context.hidden_size, context.max_grown_bytes
+        ),
     )
     if resolved.unavailable and not spec.asks:
         # Nothing is left for the engine to read, so nothing would come back from it.

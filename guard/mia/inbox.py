@@ -12,7 +12,7 @@ from typing import Any
 
 from guard.mia.assembly import Asked, Assembler
 from guard.mia.record import RecordReader
-from guard.mia.results import Readout, SteeringReport, not_complete
+from guard.mia.results import Readout, SteeringReport, empty
 from guard.mia.spec import generates
 
 
@@ -63,7 +63,7 @@ class Inbox:
             items, steering = assembler.end(request_id)
         else:
             grown = {name: capture for name, capture in asked.spec.captures.items() if generates(capture)}
-            items, steering = {name: not_complete(capture, "complete", "") for name, capture in grown.items()}, ()
+            items, steering = {name: empty(capture, asked.hidden_size) for name, capture in grown.items()}, ()
         self.forget([request_id])
         return items, steering
 

@@ -147,11 +147,12 @@ class MiaLLM:
         renderer = self.llm.renderer
         chat_params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
         tokenize = replace(renderer.default_chat_tok_params, return_token_offsets=True)
-        cached = keys_from_cache(self.llm.llm_engine.vllm_config)
+        vllm_config = self.llm.llm_engine.vllm_config
+        cached, hidden_size = keys_from_cache(vllm_config), vllm_config.model_config.get_hidden_size()
         contexts: dict[str, RequestContext] = {}
         with self._whole_batch() as add:
             for conversation, one in zip(conversations, specs, strict=True):
-                context = RequestContext(one, vectors, keys_from_cache=cached)
+                context = RequestContext(one, vectors, keys_from_cache=cached, hidden_size=hidden_size)
                 with active(context):
                     _, (rendered,) = renderer.render_chat([list(conversation)], chat_params, tokenize)
                     request_id = add(rendered, SamplingParams(**{"temperature": 0.0, **sampling}), context)
@@ -195,11 +196,16 @@ class MiaLLM:
         vectors = self.vectors()
         specs = [self._spec(one.extra_args or {}, vectors) if use_hook else None for one in params]
         save_to_disk = save_to_disk or any((one.extra_args or {}).get("save_to_disk") for one in params)
-        cached = keys_from_cache(self.llm.llm_engine.vllm_config)
+        vllm_config = self.llm.llm_engine.vllm_config
+        cached, hidden_size = keys_from_cache(vllm_config), vllm_config.model_config.get_hidden_size()
         contexts: dict[str, RequestContext | None] = {}
         with self._whole_batch() as add:
             for prompt, one, spec in zip(asked, params, specs, strict=True):
-                context = None if spec is None else RequestContext(spec, vectors, keys_from_cache=cached)
+                context = (
+                    None
+                    if spec is None
+                    else RequestContext(spec, vectors, keys_from_cache=cached, hidden_size=hidden_size)
+                )
                 others = without_keys(one.extra_args or {})
                 others.pop("mia", None)
                 one.extra_args = others or None

@@ -19,7 +19,7 @@ from guard.mia.control import Control
 from guard.mia.plan import RequestPlan, RowChunk, StepPlan
 from guard.mia.probes import ProbeBank
 from guard.mia.record import Rows, StepCopies
-from guard.mia.results import QKReadout
+from guard.mia.results import QKReadout, is_averaged
 from guard.mia.routing import Router
 from guard.mia.row_ring import RowRing
 from guard.mia.sharding import ALONE, HeadShard
@@ -209,11 +209,14 @@ class Reader:
         masses: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Attention from a chunk's tokens: its masses into ``masses``, and if asked for ``[tokens, heads, tokens up to
-        the last]``."""
+        the last]``; of a capture that is averaged the sum over the first, ``[1, heads, tokens up to the last]``."""
         end, heads = chunk.start + chunk.length, list(capture.heads)
         device = self._buffers.query_pool.device
         mass = torch.zeros(chunk.length, len(heads), len(capture.spans), device=device)
-        weights = torch.zeros(chunk.length, len(heads), end, device=device) if capture.weights else None
+        # A row for each token of a long span would be many times the size of everything else here.
+        summed = is_averaged(capture)
+        rows_kept = 1 if summed else chunk.length
+        weights = torch.zeros(rows_kept, len(heads), end, device=device) if capture.weights else None
         masks = [span_mask(tracked.spec, span, end) for span in capture.spans]
         for layer, slot in chunk.slots.items():
             shape, tap = self._buffers.attention_shapes[layer], self._buffers.query[layer]
@@ -232,7 +235,9 @@ class Reader:
                     rows = attention_weights(some, keys[:, key_head], chunk.start + first, shape)
                     for span, mask in enumerate(masks):
                         mass[first : first + block, columns, span] = rows[:, :, mask.to(rows.device)].sum(2).to(device)
-                    if weights is not None:
+                    if weights is not None and summed:
+                        weights[0, columns] += rows.sum(0).to(device)
+                    elif weights is not None:
                         weights[first : first + block, columns] = rows.to(device)
         if masses is not None:
             masses[: mass.numel()] = mass.view(-1)

@@ -32,7 +32,7 @@ class StepCopies:
     hidden: place in the ring of the rows ``[slots sent, hidden_size]``; None when there are none, or they found no
     space. values: float32, logits of probes and behind them attention masses, as ``layout`` says. doses: float32.
     opened_at: ``[gates]`` int32, after the step; empty without gates. weights: ``[tokens read, heads, tokens]``
-    float32. queries: with the keys that came.
+    float32, ``[1, heads, tokens]`` where their sum alone is wanted. queries: with the keys that came.
     """
 
     layout: StepLayout

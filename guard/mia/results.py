@@ -68,7 +68,7 @@ class HiddenReadout:
 class RowsReadout:
     """Residual-stream vectors of several tokens, in the order of the text.
 
-    values: ``[len(positions), hidden_size]`` float32, None unless complete.
+    values: ``[len(positions), hidden_size]`` float32, None unless complete; without a token ``[0, hidden_size]``.
     """
 
     status: Status
@@ -82,7 +82,7 @@ class RowsReadout:
 
 @dataclass(frozen=True)
 class ProbeReadout:
-    """A probe's logits. ``logits``: ``[len(positions), outputs]`` float32, None unless complete."""
+    """A probe's logits. ``logits``: ``[len(positions), outputs]`` float32, None unless complete and of a token."""
 
     status: Status
     probe: str
@@ -262,8 +262,14 @@ def size_bytes(item: Readout) -> int:
     return sum(array.nbytes for _, _, array in arrays(item))
 
 
+def empty(capture: Capture, hidden_size: int) -> Readout:
+    """The complete readout of a capture that no token was read for, such as an answer's of one token."""
+    item = not_complete(capture, "complete", "")
+    return replace(item, values=np.zeros((0, hidden_size), np.float32)) if isinstance(item, RowsReadout) else item
+
+
 def not_complete(capture: Capture, status: Status, reason: str) -> Readout:
-    """The readout of a capture without any values: why, or that there was no token to read."""
+    """The readout of a capture without any values, and why."""
     if isinstance(capture, HiddenCapture):
         if capture.positions == "last_prompt":
             return HiddenReadout(status, capture.layer, reason=reason)

@@ -80,10 +80,16 @@ class MiaMiddleware:
         except SpecError as error:
             engine_metrics().refused_specs.inc()
             return await _send_error(send, error)
-        cached = keys_from_cache(scope["app"].state.vllm_config)
+        vllm_config = scope["app"].state.vllm_config
         progress = request.get("stream") is True and spec.deliver == "answer" and spec.progress_tokens is not None
         context = RequestContext(
-            spec, digests, self._taps.max_host_bytes, self._taps.max_answer_bytes, cached, shows_progress=progress
+            spec,
+            digests,
+            self._taps.max_host_bytes,
+            self._taps.max_answer_bytes,
+            keys_from_cache(vllm_config),
+            vllm_config.model_config.get_hidden_size(),
+            progress,
         )
         if spec.needs_messages:
             request["return_token_offsets"] = True

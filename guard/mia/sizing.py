@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from guard.mia.engine_config import EngineConfig
 from guard.mia.spec import MAX_VECTORS_PER_LAYER
@@ -23,8 +24,10 @@ HEADER_WORDS, GATHER_WORDS, STEER_ROW_WORDS, STEER_PASS_WORDS = 2, 2, 3, 8
 """Words that the control block has for a tap, a copied row, a steered row and one vector on it: those of ``ops``."""
 
 REMEDIES = {
-    "hidden-state taps": "lower max_hidden_rows_per_step, or without it vLLM's --max-num-seqs, or tap fewer layers",
-    "attention taps": "lower max_query_rows_per_step, or without it vLLM's --max-num-seqs, or tap fewer heads",
+    "hidden-state taps": 'lower max_hidden_rows_per_step, or without it vLLM\'s --max-num-seqs, with "tokens" its '
+    "--max-num-batched-tokens, or tap fewer layers",
+    "attention taps": 'lower max_query_rows_per_step, or without it vLLM\'s --max-num-seqs, with "tokens" its '
+    "--max-num-batched-tokens, or tap fewer heads",
     "keys": "lower vLLM's --max-num-batched-tokens, or tap heads in fewer layers",
     "steering taps": "lower vLLM's --max-num-batched-tokens, or steer at fewer layers",
     "steering vectors": "lower max_steering_vectors, or name fewer steering_vectors",
@@ -76,13 +79,11 @@ class Sizing:
 
     @property
     def hidden_slots(self) -> int:
-        asked = self.config.max_hidden_rows_per_step
-        rows = self.limits.tokens if asked == "tokens" else asked or self.limits.requests
-        return rows * len(self.config.tapped_layers)
+        return self._rows(self.config.max_hidden_rows_per_step) * len(self.config.tapped_layers)
 
     @property
     def query_slots(self) -> int:
-        return (self.config.max_query_rows_per_step or self.limits.requests) * self._tapped_heads
+        return self._rows(self.config.max_query_rows_per_step) * self._tapped_heads
 
     @property
     def query_width(self) -> int:
@@ -139,7 +140,7 @@ class Sizing:
     def tap_bytes(self) -> dict[str, int]:
         """What one tap of each kind takes of ``device_bytes``; of attention and keys the largest layer's."""
         heads = max((layer.tapped for layer in self.heads.values()), default=0)
-        queries = (self.config.max_query_rows_per_step or self.limits.requests) * heads * self._query_slot_bytes
+        queries = self._rows(self.config.max_query_rows_per_step) * heads * self._query_slot_bytes
         keys = max((self._key_row_bytes(layer) for layer in self.heads.values()), default=0)
         return {
             "hidden-state tap": self.hidden_slots * self._hidden_slot_bytes // max(1, len(self.config.tapped_layers)),
@@ -218,6 +219,10 @@ class Sizing:
                 f"mia shares {in_units(self.shared_bytes)} of host memory with the API server, where "
                 f"{in_units(available_bytes)} are free: lower max_shared_bytes"
             )
+
+    def _rows(self, asked: int | Literal["tokens"] | None) -> int:
+        """Of one step, for one layer or head."""
+        return self.limits.tokens if asked == "tokens" else asked or self.limits.requests
 
     @property
     def _tapped_heads(self) -> int:

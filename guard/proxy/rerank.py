@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from guard.blank_text import mistake_in
 from guard.mia.results import Readouts
 from guard.policy.schema import Action
 from guard.proxy.access import check_media_type
@@ -83,8 +84,9 @@ def _check(fields: Fields) -> None:
 
 
 def _check_text(text: Any, where: str) -> None:
-    if not isinstance(text, str) or not text.strip():
-        raise InvalidRequestError(f"{where} must be a text, and not blank", where)
+    mistake = mistake_in(text) if isinstance(text, str) else "must be a text"
+    if mistake is not None:
+        raise InvalidRequestError(f"{where} {mistake}", where)
 
 
 def _slots(fields: Fields) -> list[Slot]:

@@ -25,10 +25,12 @@ MOST_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Told:
-    """One answer's text, and its readouts by stage: first those of the prompt."""
+    """One answer's text, its readouts by stage, first those of the prompt, and the tokens of both."""
 
     text: str
     readouts: tuple[Readouts, ...]
+    prompt_token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> Readouts:
@@ -41,18 +43,20 @@ class Told:
 
 
 class Ask(Protocol):
-    """Asks all at once and answers in order, greedily."""
+    """Asks all at once and answers in order, greedily. ``ignore_eos``: every answer has ``max_tokens``."""
 
-    def __call__(self, asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1) -> list[Told]: ...
+    def __call__(
+        self, asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1, ignore_eos: bool = False
+    ) -> list[Told]: ...
 
 
 def offline(llm: MiaLLM) -> Ask:
     """Ask an engine in this process."""
 
-    def ask(asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1) -> list[Told]:
+    def ask(asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1, ignore_eos: bool = False) -> list[Told]:
         conversations, specs = [messages for messages, _ in asked], [spec for _, spec in asked]
-        answers = llm.chat(conversations, specs, max_tokens=max_tokens)
-        return [Told(answer.text, answer.readouts) for answer in answers]
+        answers = llm.chat(conversations, specs, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        return [Told(one.text, one.readouts, one.prompt_token_ids, one.token_ids) for one in answers]
 
     return ask
 
@@ -60,10 +64,22 @@ def offline(llm: MiaLLM) -> Ask:
 def served(client: MiaClient, model: str) -> Ask:
     """Ask a server with taps. ``model``: as it calls it."""
 
-    def ask(asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1) -> list[Told]:
+    def ask(asked: Sequence[tuple[Messages, MiaSpec]], max_tokens: int = 1, ignore_eos: bool = False) -> list[Told]:
         def one(pair: tuple[Messages, MiaSpec]) -> Told:
-            answer, readouts = client.chat(*pair, model, max_tokens=max_tokens)
-            return Told(answer.choices[0].message.content or "", readouts)
+            messages, spec = pair
+            options: dict[str, Any] = {
+                "max_tokens": max_tokens,
+                "extra_body": {"return_token_ids": True, "ignore_eos": ignore_eos},
+            }
+            answer: Any
+            if spec.asks:
+                answer, readouts = client.chat(messages, spec, model, **options)
+            else:
+                create: Any = client.client.chat.completions.create
+                answer, readouts = create(messages=messages, model=model, temperature=0.0, **options), ()
+            choice = answer.choices[0]
+            ids = tuple(answer.prompt_token_ids), tuple(choice.token_ids)
+            return Told(choice.message.content or "", readouts, *ids)
 
         with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
             return list(pool.map(one, asked))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from detectors.base import Detector, Score, SecondPass, SecondPassDetector, SpanDetector
+from guard.blank_text import is_blank, mistake_in
 from guard.mia.engine_config import EngineConfig
 from guard.mia.spec import MiaSpec, Span, SpanPositions
 from guard.uses.asking import Ask, Messages, Told
@@ -52,10 +53,19 @@ def score(ask: Ask, detector: Detector, conversations: Sequence[Messages], max_t
 
 
 def score_claims(ask: Ask, detector: SecondPassDetector, claims: Sequence[tuple[str, dict[str, str]]]) -> list[Score]:
-    """Of a detector that has the model read something of its own. claims: an answer, and the texts that it goes by."""
+    """Of a detector that has the model read something of its own. claims: an answer, and the texts that it goes by.
+    Raises ``ValueError`` for texts that are no characters; a blank one is ``unavailable``."""
+    for i, (answer, texts) in enumerate(claims):
+        for name, text in (("text", answer), *((f"{name!r}", text) for name, text in texts.items())):
+            if not is_blank(text) and (mistake := mistake_in(text)) is not None:
+                raise ValueError(f"the {name} of claim {i} {mistake}")
     passes = [detector.second_pass(answer, texts) for answer, texts in claims]
     asked = [one for one in passes if isinstance(one, SecondPass)]
-    told = iter(ask([([dict(m) for m in one.messages], MiaSpec(hidden=dict(one.plan.hidden))) for one in asked]))
+    told = iter(
+        ask([([dict(m) for m in one.messages], MiaSpec(hidden=dict(one.plan.hidden))) for one in asked])
+        if asked
+        else []
+    )
     return [one if isinstance(one, Score) else detector.score_pass(next(told).items) for one in passes]
 
 

@@ -13,17 +13,17 @@ import numpy as np
 from guard.mia.results import FloatArray, HiddenReadout, RowsReadout
 from guard.mia.spec import HiddenCapture, MiaSpec, Positions, Span
 from guard.uses.asking import Ask, Messages, Told
-from guard.uses.parts import UnreadableError, need_complete
+from guard.uses.parts import UnreadableError, naming, need_complete
 
 Reduction = Literal["none", "mean", "norm"]
 
 REDUCTIONS: Mapping[Reduction, Callable[[FloatArray], FloatArray]] = {
     "none": lambda states: states,
-    "mean": lambda states: states.mean(axis=0),
+    "mean": lambda states: states.mean(axis=0) if len(states) else np.full(states.shape[1], np.nan, np.float32),
     "norm": lambda states: np.asarray(np.linalg.norm(states), np.float32),
 }
 """The states ``[tokens, hidden_size]``; their mean over tokens ``[hidden_size]``; their length as one number, over all
-tokens together."""
+tokens together. Without a token, as of an answer of one, the mean is NaN and the length 0."""
 
 
 def extract(
@@ -38,18 +38,25 @@ def extract(
 ) -> list[dict[int, FloatArray]]:
     """Of each conversation, by layer. ``spans``: those that ``positions`` names. Answers are up to ``max_tokens`` long.
 
-    Raises ``ValueError`` for an unknown reduction and ``UnreadableError`` when a state does not come back.
+    Raises ``ValueError`` for an unknown reduction or without a layer, and ``UnreadableError``, which names the
+    conversation by its number, when a state does not come back.
     """
+    if not layers:
+        raise ValueError("there is no layer to read")
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce is one of {', '.join(REDUCTIONS)}, not {reduce!r}")
     hidden = {_name(layer): HiddenCapture(layer=layer, positions=positions) for layer in layers}
     spec = MiaSpec(spans=dict(spans or {}), hidden=hidden)
     told = ask([(messages, spec) for messages in conversations], max_tokens)
-    return [{layer: REDUCTIONS[reduce](states(one, layer)) for layer in layers} for one in told]
+    found = []
+    for i, one in enumerate(told):
+        with naming(f"conversation {i}"):
+            found.append({layer: REDUCTIONS[reduce](states(one, layer)) for layer in layers})
+    return found
 
 
 def states(told: Told, layer: int) -> FloatArray:
-    """``[tokens, hidden_size]``. Raises ``UnreadableError``."""
+    """``[tokens, hidden_size]``; no row where no token was read. Raises ``UnreadableError``."""
     name = _name(layer)
     item = told.items.get(name)
     need_complete(item, name)

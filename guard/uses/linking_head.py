@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from guard.mia.spec import Head
 from guard.uses.asking import Ask
+from guard.uses.parts import naming
 from guard.uses.schema_linking import Column, Floats, column_scores, prompt, spec_for
 
 
@@ -37,7 +38,11 @@ def read_scores(
     """``[questions, heads, columns]``, all asked at once. Raises ``UnreadableError``."""
     spec = spec_for(heads, len(columns))
     told = ask([(prompt(one.question, columns), spec) for one in questions])
-    return np.stack([column_scores(one.prompt, len(columns)) for one in told])
+    scores = []
+    for i, one in enumerate(told):
+        with naming(f"question {i}"):
+            scores.append(column_scores(one.prompt, len(columns)))
+    return np.stack(scores)
 
 
 def head_qualities(scores: Floats, heads: Sequence[Head], questions: Sequence[LabelledQuestion]) -> list[HeadQuality]:

@@ -6,7 +6,8 @@ back as one range of tokens for each, as long as something stands between them. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from guard.mia.results import Readout, Readouts
 from guard.mia.spec import Span
@@ -54,6 +55,15 @@ def ranges_of(readouts: Readouts, texts: int) -> list[TokenRange]:
 def sorted_spans(readouts: Readouts) -> list[str]:
     names = [name for name in readouts.span_tokens if name.startswith(PREFIX)]
     return sorted(names, key=lambda name: int(name.removeprefix(PREFIX)))
+
+
+@contextmanager
+def naming(which: str) -> Iterator[None]:
+    """Puts which of many could not be read before what an ``UnreadableError`` says."""
+    try:
+        yield
+    except UnreadableError as error:
+        raise UnreadableError(f"{which}: {error}") from None
 
 
 def need_complete(item: Readout | None, name: str) -> None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from detectors.model_config import ModelConfig, Section, load_model_config
+from guard.blank_text import mistake_in
 from guard.mia.results import AttentionReadout, Readouts
 from guard.mia.spec import AttentionCapture, Head, MiaSpec, SpanPositions
 from guard.uses.asking import Ask, Messages
@@ -86,10 +87,10 @@ def load_reranker(path: Path) -> RerankerConfig:
 
 
 def prompt(query: str, documents: Sequence[str]) -> Messages:
-    """One user message in parts. Raises ``ValueError`` for texts that leave nothing in the prompt to look at."""
+    """One user message in parts. Raises ``ValueError`` for texts that are blank or no characters."""
     for name, text in [("the query", query), *((f"document {i}", text) for i, text in enumerate(documents))]:
-        if not text.strip():
-            raise ValueError(f"{name} is blank")
+        if (mistake := mistake_in(text)) is not None:
+            raise ValueError(f"{name} {mistake}")
     texts = [INTRODUCTION]
     for i, document in enumerate(documents, start=1):
         # The label is a part of its own: it keeps the tokens of one document apart from those of the next.

@@ -17,7 +17,7 @@ import numpy as np
 from guard.mia.results import AttentionReadout, Readouts
 from guard.mia.spec import AttentionCapture, Head, MiaSpec, SpanPositions
 from guard.uses.asking import Ask
-from guard.uses.parts import UnreadableError, need_complete, part_span
+from guard.uses.parts import UnreadableError, naming, need_complete, part_span
 from guard.uses.rerank import CAPTURE, QUERY, Floats, document_parts, prompt, query_part
 
 TEMPERATURE = 0.001
@@ -42,7 +42,11 @@ def document_mass(ask: Ask, heads: Sequence[Head], queries: Sequence[LabelledQue
         if not 2 <= len(one.documents) <= MAX_CANDIDATES or not 0 <= one.relevant < len(one.documents):
             raise ValueError(f"a labelled query has 2 to {MAX_CANDIDATES} documents, one of them relevant")
     told = ask([(prompt(one.query, one.documents), _spec(heads, len(one.documents))) for one in queries])
-    return [_mass(one.prompt, len(query.documents)) for one, query in zip(told, queries, strict=True)]
+    masses = []
+    for i, (answer, query) in enumerate(zip(told, queries, strict=True)):
+        with naming(f"query {i}"):
+            masses.append(_mass(answer.prompt, len(query.documents)))
+    return masses
 
 
 def _spec(heads: Sequence[Head], documents: int) -> MiaSpec:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from guard.blank_text import mistake_in
 from guard.mia.results import AttentionReadout, Readouts
 from guard.mia.spec import AttentionCapture, Head, MiaSpec
 from guard.uses.asking import Ask, Messages
@@ -51,13 +52,21 @@ class Linked:
 
 
 def prompt(question: str, columns: Sequence[Column]) -> Messages:
-    """One user message in parts. Raises ``ValueError`` for blank texts."""
-    if not question.strip():
-        raise ValueError("the question is blank")
-    texts = [INTRODUCTION]
-    for column in columns:
-        if not (column.name.strip() and column.table.strip()):
-            raise ValueError(f"a column has no name, or its table has none: {column.text!r}")
+    """One user message in parts. Raises ``ValueError`` for texts that are blank or no characters, and for columns that
+    are there twice or are not one line."""
+    if (mistake := mistake_in(question)) is not None:
+        raise ValueError(f"the question {mistake}")
+    texts, seen = [INTRODUCTION], set[str]()
+    for i, column in enumerate(columns):
+        for what, name in (("name", column.name), ("table", column.table)):
+            if (mistake := mistake_in(name)) is not None:
+                raise ValueError(f"the {what} of column {i} {mistake}")
+            if len(name.splitlines()) > 1:
+                # The next line would read as another column.
+                raise ValueError(f"the {what} of column {i} has more than one line")
+        if column.text in seen:
+            raise ValueError(f"column {i} is there twice: {column.text}")
+        seen.add(column.text)
         texts += ["\n- ", column.text]
     texts.append(f"\n{INSTRUCTION}{question}")
     return [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]

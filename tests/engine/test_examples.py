@@ -65,27 +65,37 @@ def test_hidden_states_have_the_shapes_that_were_asked_for(run: Any) -> None:
 
 def test_capture_at_scale_writes_every_generated_token(run: Any, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "out")]
-    counted, timed = run(
-        "capture_at_scale", "--answers", "5", "--group", "2", "--tokens", "9", "--layers", "1", "3", *out
-    )
-    assert counted.startswith("5 files, 80 states of tokens, ")
-    assert re.search(r"without capture [\d.]+ s; with it and the files [\d.]+ s, \d+ states/s", timed)
+    options = ["--answers", "5", "--group", "2", "--tokens", "9", "--layers", "1", "3", *out]
+    *progress, timed = run("capture_at_scale", *options)
+    assert [line.split(",")[0] for line in progress] == ["2 files", "4 files", "5 files"]
+    assert re.fullmatch(r"5 files, 80 states of tokens, [\d.]+ MiB, \d+ states/s", progress[-1])
+    assert re.match(r"without capture [\d.]+ s; with it and the files [\d.]+ s; most memory", timed)
     files = sorted((tmp_path / "out").iterdir())
     assert len(files) == 5
     saved = load_file(files[0])
     assert (saved["layer1"].shape, saved["layer3"].shape, saved["token_ids"].shape) == ((8, 128), (8, 128), (9,))
     assert np.isfinite(saved["layer3"]).all()
+    with pytest.raises(SystemExit, match="2"):
+        run("capture_at_scale", *out)
 
 
-def test_detectors_without_a_calibration_are_fitted_and_score(run: Any) -> None:
+@pytest.mark.parametrize("answers", ["0", "65"])
+def test_more_answers_than_there_are_prompts_are_refused(
+    run: Any, answers: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("capture_at_scale", "--answers", answers)
+    assert "--answers is between 1 and 64" in capfd.readouterr().err
+
+
+def test_one_token_of_an_answer_is_no_state_and_no_error(run: Any, tmp_path: Path) -> None:
+    run("capture_at_scale", "--answers", "2", "--tokens", "1", "--layers", "3", "--out", str(tmp_path))
+    saved = load_file(tmp_path / "answer-0001.safetensors")
+    assert (saved["layer3"].shape, saved["token_ids"].shape) == ((0, 128), (1,))
+
+
+def test_detectors_are_fitted_to_a_few_rows_and_score(run: Any) -> None:
     lines = run("fitted_detectors", "--layers", "1", "3")
     scores = [float(re.fullmatch(r"(?:not supported|risk): (\d\.\d{3})  .+", line)[1]) for line in lines]  # type: ignore[index]
     assert len(scores) == 5
     assert all(0 <= score <= 1 for score in scores)
-
-
-def test_the_shipped_detectors_are_named_with_the_model_that_they_are_for() -> None:
-    """It needs the real model; its way to a score is tested with detectors of the tiny one."""
-    text = (EXAMPLES / "detectors_offline.py").read_text()
-    for kind in re.findall(r'"(probe|attention_tracker|h_node)"', text):
-        assert (EXAMPLES.parent / "model_configs" / kind / "SmolLM2-135M-Instruct.json").is_file()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -110,6 +113,18 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch)
 
 
+async def test_an_example_that_asks_the_proxy_says_in_one_line_to_ask_its_engine(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "examples"))
+    for module in ("door", "hidden_states"):
+        sys.modules.pop(module, None)
+    async with proxied(server, tmp_path) as proxy:
+        main = importlib.import_module("hidden_states").main
+        with pytest.raises(SystemExit, match="guard's proxy; give the address of its engine, as http"):
+            await asyncio.to_thread(main, ["--model", "tiny", "--base-url", f"{proxy.url}/v1"])
+
+
 def test_a_client_ranks_by_what_transformers_attention_says(server: Server) -> None:
     client = MiaClient(f"{server.url}/v1", api_key=KEY)
     ranked = rerank(served(client, "tiny"), HEADS, QUERY, DOCUMENTS)
@@ -176,6 +191,16 @@ async def test_texts_are_judged_and_wrong_bodies_are_400s_that_name_the_field(se
         for param, fields in wrong.items():
             status, answer = await proxy.post(**fields)
             assert (status, answer["error"]["param"]) == (400, param), answer
+        for text, mistake in (("\u200b", "is blank"), ("\ud800", "half of a surrogate pair"), (7, "must be a text")):
+            for param, fields in {
+                "query": {"query": text},
+                "documents[0]": {"documents": [text, "a"]},
+                "documents[1]": {"documents": ["a", {"text": text}]},
+            }.items():
+                status, answer = await proxy.post(**fields)
+                assert (status, answer["error"]["param"]) == (400, param), answer
+                assert answer["error"]["message"].startswith(f"{param} ")
+                assert mistake in answer["error"]["message"]
         # vLLM's own error, as it is.
         status, answer = await proxy.post(documents=["x" * 3000])
         assert (status, "maximum context length" in answer["error"]["message"]) == (400, True)

@@ -225,6 +225,19 @@ def test_hidden_states_of_any_layers_and_tokens_are_transformers_own_and_reduced
         extract(engine.ask, [CHAT], layers, reduce="sum")  # type: ignore[arg-type]
 
 
+def test_an_answer_of_one_token_has_no_states_and_leaves_the_others_theirs(engine: Engine) -> None:
+    # There is room for one token behind it.
+    long = [{"role": "user", "content": "a" * (2047 - engine.told([{"role": "user", "content": ""}])[0])}]
+    for reduce, empty in (("none", np.zeros((0, SIZE))), ("mean", np.full(SIZE, np.nan)), ("norm", np.zeros(()))):
+        short, whole = extract(engine.ask, [long, CHAT], [0, 3], "generated", reduce, max_tokens=6)  # type: ignore[arg-type]
+        for layer in (0, 3):
+            np.testing.assert_array_equal(short[layer], empty)
+            assert np.isfinite(whole[layer]).all()
+    assert whole[3] > 0
+    # Nothing was read at all, so that no record of it leaves the worker.
+    assert [one[3].shape for one in extract(engine.ask, [CHAT, CHAT], [3], "generated")] == [(0, SIZE)] * 2
+
+
 def test_detectors_of_prompts_score_what_transformers_states_give(engine: Engine, tmp_path: Path) -> None:
     length, truth = engine.told(CHAT)
     weight, bias = random(1, 2 * SIZE), random(2, 1)
@@ -275,10 +288,15 @@ def test_claims_are_checked_by_what_the_model_makes_of_their_conversation(engine
         norm_eps=1e-5,
         prompt_sha256=PROMPT_SHA256,
     )
-    nothing, checked = score_claims(
-        engine.ask, detector, [("Claim.", {}), ("It froze.", {"reference": "There was ice."})]
+    reference = {"reference": "There was ice."}
+    nothing, blank, checked = score_claims(
+        engine.ask, detector, [("Claim.", {}), ("\u200b ", reference), ("It froze.", reference)]
     )
-    assert nothing.status == "unavailable"
+    assert (nothing.status, nothing.reason) == ("unavailable", "there is no reference to check the answer against")
+    assert (blank.status, blank.reason) == ("unavailable", "there is no claim to check")
+    assert [one.status for one in score_claims(engine.ask, detector, [("", reference)])] == ["unavailable"]
+    with pytest.raises(ValueError, match=r"^the text of claim 1 has half of a surrogate pair"):
+        score_claims(engine.ask, detector, [("Claim.", {}), ("\ud800", reference)])
     passed = detector.second_pass("It froze.", {"reference": "There was ice."})
     length, truth = engine.told([dict(one) for one in passed.messages])
     state = truth.stream(3)[length - 1].astype(np.float64)

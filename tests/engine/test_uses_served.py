@@ -47,6 +47,7 @@ def test_hidden_states_from_a_server_are_transformers_own(server: Server, ask: A
         assert first[layer].shape == (len(text), SIZE)
         np.testing.assert_allclose(first[layer], truth.stream(layer), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(second[layer], first[layer], rtol=1e-4, atol=1e-4)
+    assert [one[3].shape for one in extract(ask, [CHAT, CHAT], [3], "generated")] == [(0, SIZE)] * 2
 
 
 def test_a_detector_of_answers_scores_what_a_server_sends(server: Server, ask: Ask, tmp_path: Path) -> None:

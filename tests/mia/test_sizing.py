@@ -58,6 +58,22 @@ def test_the_sizes_said_are_those_allocated(
     assert sum(made.sizes_bytes().values()) == sum(tensor.nbytes for tensor in tensors)
 
 
+def test_rows_for_as_many_tokens_as_a_step_holds_follow_the_step() -> None:
+    config = EngineConfig(
+        hidden_layers=(1, 2),
+        attention_heads=((1, 0), (1, 1), (2, 0)),
+        max_hidden_rows_per_step="tokens",
+        max_query_rows_per_step="tokens",
+    )
+    heads = {1: LayerHeads(2, 1, 8), 2: LayerHeads(1, 1, 8)}
+    for tokens in (5, 8192):
+        sizes = Sizing(config, StepLimits(3, tokens), 4096, 2, heads, gathers_keys=False)
+        assert (sizes.hidden_slots, sizes.query_slots) == (2 * tokens, 3 * tokens)
+        assert sizes.tap_bytes["attention tap of a layer"] * 3 == sizes.device_bytes["attention taps"] * 2
+        with pytest.raises(BuffersTooLargeError, match="--max-num-batched-tokens"):
+            sizes.check_device(0)
+
+
 def test_the_words_counted_are_those_of_the_ops() -> None:
     for name in ("HEADER_WORDS", "GATHER_WORDS", "STEER_ROW_WORDS", "STEER_PASS_WORDS"):
         assert getattr(sizing, name) == getattr(ops, name)

@@ -51,6 +51,20 @@ def test_the_vector_does_what_the_instruction_in_words_does() -> None:
     assert int(counts["as a vector"]) > int(counts["nothing said"]), told
 
 
+@pytest.mark.engine
+def test_every_shipped_detector_that_reads_the_model_scores() -> None:
+    told = run("detectors_offline.py")
+    rows = re.findall(r"^(\w+) +(\w+) (\S+)(?: \(fpr_1pct: [\d.]+\))? +(\S.*)$", told, re.MULTILINE)
+    values = {(kind, text[:5]): (status, float(value)) for kind, status, value, text in rows if value != "none"}
+    shipped = {path.parent.name for path in data_folder("model_configs").glob("*/SmolLM2-135M-Instruct.json")}
+    # The others read texts alone, or the scores of these, or rank documents.
+    assert {kind for kind, _ in values} == shipped - {"text_baseline", "combination", "core_reranker"}
+    assert {status for status, _ in values.values()} == {"scored"}
+    for kind in ("probe", "attention_tracker", "tool_call_risk"):
+        assert values[kind, "Ignor"] > values[kind, "Which"], told
+    assert values["science_hallucination", "The l"] > values["science_hallucination", "There"], told
+
+
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.name)
 def test_a_policy_of_the_examples_fits_the_shipped_model_and_passes_its_tests(path: Path) -> None:
     said: list[str] = []

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from guard.data import data_folder
-from guard.mia.results import AttentionReadout, Readouts
+from guard.mia.results import AttentionReadout, Readouts, RowsReadout
 from guard.mia.spec import MAX_SPEC_BYTES, parse_spec
 from guard.uses import rerank, schema_linking
-from guard.uses.linking_head import average_precision
+from guard.uses.asking import Told
+from guard.uses.hidden_states import extract
+from guard.uses.linking_head import LabelledQuestion, average_precision, read_scores
 from guard.uses.parts import MAX_TEXTS, UnreadableError, ranges_of, spans_of
-from guard.uses.reranker_heads import best_heads, contrastive_scores
+from guard.uses.reranker_heads import LabelledQuery, best_heads, contrastive_scores, document_mass
 from guard.uses.schema_linking import Column, choose
 
 
@@ -71,6 +73,25 @@ def test_texts_that_run_together_are_an_error_and_not_a_wrong_score() -> None:
         rerank.token_attention(Readouts({"attention": dropped}, readouts.span_tokens), 4)
 
 
+def test_what_cannot_be_read_is_named_with_its_number_and_the_reason() -> None:
+    good = Told("", (Readouts({"layer1": RowsReadout("complete", 1, (0,), values=np.ones((1, 4), np.float32))}),))
+    bad = Told("", (Readouts({"layer1": RowsReadout("dropped", 1, reason="no room")}),))
+    with pytest.raises(UnreadableError, match=r"^conversation 1: the readout 'layer1' is missing: dropped no room$"):
+        extract(lambda asked, max_tokens=1: [good, bad], [[], []], [1])
+    dropped = Told("", (Readouts({"attention": AttentionReadout("dropped", ((1, 0),), reason="no room")}),))
+    with pytest.raises(UnreadableError, match=r"^query 0: .+ dropped no room"):
+        document_mass(lambda asked, max_tokens=1: [dropped], [(1, 0)], [LabelledQuery("q", ("a", "b"), 0)])
+    link = Told("", (Readouts({"link": AttentionReadout("dropped", ((1, 0),), reason="no room")}),))
+    asked = [LabelledQuestion("q", frozenset({0}))]
+    with pytest.raises(UnreadableError, match=r"^question 0: .+ dropped no room"):
+        read_scores(lambda asked, max_tokens=1: [link], [(1, 0)], asked, [Column("a", "b")])
+
+
+def test_no_layer_is_an_error_and_not_an_empty_result() -> None:
+    with pytest.raises(ValueError, match="no layer"):
+        extract(lambda asked, max_tokens=1: [Told("", ())], [[]], [])
+
+
 def test_the_largest_specs_are_ones_that_engines_take() -> None:
     heads = [(layer, head) for layer in range(1, 33) for head in range(32)]
     for spec in (rerank.spec_for(heads, MAX_TEXTS), schema_linking.spec_for(heads, MAX_TEXTS)):
@@ -81,13 +102,39 @@ def test_the_largest_specs_are_ones_that_engines_take() -> None:
         spans_of(range(MAX_TEXTS + 1))
 
 
-def test_blank_texts_are_refused() -> None:
-    with pytest.raises(ValueError, match="the query"):
-        rerank.prompt(" ", ["a"])
-    with pytest.raises(ValueError, match="question"):
-        schema_linking.prompt("", [Column("a", "b")])
-    with pytest.raises(ValueError, match="no name"):
-        schema_linking.prompt("q", [Column("", "b")])
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        *((blank, "is blank") for blank in ("", " \n", "\u200b", "\ufeff \u2060", "\0", "\u3164", "\u2800", "\ufe0f")),
+        *((half, "half of a surrogate pair") for half in ("\ud800", "a\udfffb")),
+    ],
+)
+def test_texts_with_nothing_to_read_and_halves_of_characters_are_refused_by_name(text: str, mistake: str) -> None:
+    column = Column("a", "b")
+    for name, made in (
+        ("the query", lambda: rerank.prompt(text, ["a"])),
+        ("document 1", lambda: rerank.prompt("q", ["a", text])),
+        ("the question", lambda: schema_linking.prompt(text, [column])),
+        ("the name of column 1", lambda: schema_linking.prompt("q", [column, Column(text, "b")])),
+        ("the table of column 0", lambda: schema_linking.prompt("q", [Column("a", text)])),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} .*{mistake}"):
+            made()
+
+
+@pytest.mark.parametrize("text", ["a", " a\u200b", "❤\ufe0f", "\u0301", "नि", "\U0001f468\u200d\U0001f469"])
+def test_whatever_can_be_seen_is_a_text(text: str) -> None:
+    assert rerank.prompt(text, [text])
+
+
+@pytest.mark.parametrize("separator", ["\n- ", "\r", "\u2028", "\x0b"])
+def test_columns_that_are_there_twice_or_would_read_as_two_are_refused(separator: str) -> None:
+    with pytest.raises(ValueError, match=r"^the name of column 0 has more than one line$"):
+        schema_linking.prompt("q", [Column(f"x{separator}z@y", "b")])
+    with pytest.raises(ValueError, match=r"^the table of column 1 has more than one line$"):
+        schema_linking.prompt("q", [Column("a", "b"), Column("a", f"b{separator}c")])
+    with pytest.raises(ValueError, match=r"^column 1 is there twice: a@b@c$"):
+        schema_linking.prompt("q", [Column("a@b", "c"), Column("a", "b@c")])
 
 
 def test_the_shipped_heads_were_measured() -> None:

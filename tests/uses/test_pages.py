@@ -1,13 +1,18 @@
-"""The figures in the pages of the uses are those of the recorded results."""
+"""The figures in the pages of the uses are those of the recorded results, their servers those of the examples."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.uses.ranking import difference
+from guard.mia.engine_config import EngineConfig
 
 CHECKOUT = Path(__file__).parent.parent.parent
 PAGES = CHECKOUT / "docs" / "use-cases"
@@ -68,3 +73,31 @@ def test_schema_linkings_figures_are_the_recorded_ones() -> None:
     best = result["heads_by_average_precision_on_choose"][0]
     assert f"layer {best['layer']}, head {best['head']}, " in text
     assert result["questions"] == {"choose": 20, "measure": 32}
+
+
+@pytest.mark.parametrize(
+    ("page", "example"),
+    [
+        ("reranking.md", "rerank"),
+        ("schema-linking.md", "schema_linking"),
+        ("hidden-states.md", "hidden_states"),
+        ("capture-at-scale.md", "capture_at_scale"),
+        ("steering-language.md", "steering_language"),
+        ("instruction-following.md", "instruction_following"),
+        ("detectors-offline.md", "detectors_offline"),
+    ],
+)
+def test_each_page_has_the_server_that_its_examples_help_names(
+    page: str, example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(CHECKOUT / "examples"))
+    for module in ("door", "steering_door", example):
+        sys.modules.pop(module, None)
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(example).main(["--help"])
+    command, then = capsys.readouterr().out.split("leave out the last line:\n\n")[1].split("\n\nThen add: ")
+    (config,) = re.findall(r"--additional-config '(.+)'", command)
+    assert EngineConfig.model_validate(json.loads(config)["mia"]) != EngineConfig()
+    text = (PAGES / page).read_text(encoding="utf-8")
+    assert f"```\n{command}\n```" in text
+    assert f".venv/bin/python examples/{example}.py {then.strip()}\n" in text

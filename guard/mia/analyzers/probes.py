@@ -120,9 +120,10 @@ def _rows(item: HiddenReadout | RowsReadout) -> tuple[tuple[int, ...], FloatArra
 
 def _in_order(parts: Iterable[tuple[tuple[int, ...], FloatArray]]) -> tuple[tuple[int, ...], FloatArray]:
     """Rows of several captures as one, each position once, in the order of the text."""
+    parts = list(parts)
     rows = {position: row for positions, values in parts for position, row in zip(positions, values, strict=True)}
     ordered = tuple(sorted(rows))
-    return ordered, np.stack([rows[position] for position in ordered]) if rows else np.zeros((0, 0), np.float32)
+    return ordered, np.stack([rows[position] for position in ordered]) if rows else parts[0][1]
 
 
 def _qk_by_layer(items: Mapping[str, Readout], prompt_tokens: int) -> dict[int, dict[str, Any]]:
