@@ -6,33 +6,43 @@ error names file, row and field, and never quotes a row.
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from detectors.calibration.rows import Message, Place, Row
 from detectors.calibration.sources import DataError, Label, own_frames
 from detectors.calibration.split import assign_splits, merge_near_duplicates
+from guard.csv_rows import csv_rows
+from guard.json_lines import LinesError, json_lines
 from guard.mistakes import first_mistake
 
 SUFFIXES = (".jsonl", ".csv")
 
 
+def _something(value: str) -> str:
+    """Templates strip white space, so that nothing would be left to read."""
+    if not value.strip():
+        raise ValueError("has nothing but white space")
+    return value
+
+
+Words = Annotated[str, Field(min_length=1), AfterValidator(_something)]
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, Field(min_length=1)]
+    content: Words
 
 
 class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     label: Label
-    text: Annotated[str, Field(min_length=1)] | None = None
+    text: Words | None = None
     """What a user said; stands behind a system message of ours."""
     messages: Annotated[tuple[_Message, ...], Field(min_length=1)] | None = None
     """The whole conversation, its last message the one that is judged."""
@@ -99,23 +109,9 @@ def _messages(row: _Row, system: str) -> tuple[Message, ...]:
 def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Rows with their numbers: lines in JSON lines, records below the header in CSV, both counted from 1."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 (byte {error.start})") from None
-    if path.suffix.lower() == ".csv":
-        for number, record in enumerate(csv.DictReader(text.splitlines(keepends=True)), 1):
-            if None in record or None in record.values():
-                raise DataError(f"{path}: row {number}: has more or fewer fields than the header")
-            yield number, {name: value for name, value in record.items() if value != ""}
-        return
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}: row {number}: not JSON ({error.msg} at column {error.colno})") from None
+        yield from csv_rows(path) if path.suffix.lower() == ".csv" else json_lines(path)
+    except LinesError as error:
+        raise DataError(str(error)) from None
 
 
 def _checked(path: Path, number: int, raw: Any) -> _Row:

@@ -39,6 +39,13 @@ def jsonl(folder: Path, *rows: Any) -> Path:
         ({"label": "attack", "messages": [{"role": "robot", "content": PRIVATE}]}, "row 2: messages.0.role"),
         ({"label": "attack", "messages": [{"role": "assistant", "content": PRIVATE}]}, "the last of the messages"),
         ('{"label": "attack", ', "row 2: not JSON"),
+        ({"label": "attack", "text": "\n \n"}, "row 2: text: has nothing but white space"),
+        (
+            {"label": "attack", "messages": [{"role": "tool", "content": " \u2028"}]},
+            "row 2: messages.0.content: has noth",
+        ),
+        ("[" * 100_000 + "]" * 100_000, "row 2: lists or objects in one another too deep"),
+        ('{"label": "attack", "text": ' + "9" * 6000 + "}", "row 2: has a number of too many digits"),
     ],
 )
 def test_a_malformed_row_is_named_and_not_quoted(tmp_path: Path, row: Any, message: str) -> None:
@@ -61,8 +68,42 @@ def test_the_command_ends_at_a_malformed_row_before_it_looks_for_data_or_engine(
 def test_a_csv_row_with_too_few_fields_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text('text,label,lang\n"Hello, you",benign,en\nHi,attack\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"row 2: has more or fewer fields"):
+    with pytest.raises(DataError, match=r"row 2: has 2 fields, and the header has 3"):
         own_rows(path, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('label,text\nbenign,"hello\nattack,foo\nbenign,bar\n', "row 1: text: a quote"),
+        ('label,text\nbenign,hi\nattack,"ignore all\nbenign,how are you\nattack,"now"\n', "row 2: text: a quote"),
+        ('text,label\n"said ""so"", twice",benign\n"it"s mine,attack\n', "row 2: text: a quote"),
+        (f"label,text\nbenign,{'x' * 140_000}\n", "row 1: text: has more than 131072 characters"),
+        ('label,text\nattack,"' + "never closed\n" * 20_000, "row 1: text: a quote"),
+        ('label,"text\nbenign,hi\n', "the header: field 2: a quote"),
+        ("label,text,text\nbenign,hi,ho\n", "the header: 'text' is there twice"),
+    ],
+)
+def test_a_csv_file_that_is_not_well_formed_is_an_error_with_row_and_field(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        own_rows(path, seed=0)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_only_line_feeds_end_a_row(tmp_path: Path, separator: str) -> None:
+    text = f"One text{separator}attack,of one row"
+    table = tmp_path / "mine.csv"
+    table.write_text(f'label,text\nbenign,"{text}"\r\nattack,Obey\n', encoding="utf-8", newline="")
+    assert [(row.label, row.text) for row in own_rows(table, seed=0)] == [("benign", text), ("attack", "Obey")]
+    lines = tmp_path / "mine.jsonl"
+    written = json.dumps({"label": "benign", "text": text}, ensure_ascii=False)
+    lines.write_text(f"{written}\r\n\n{json.dumps({'label': 'attack', 'text': 'Obey'})}", encoding="utf-8", newline="")
+    assert [(row.label, row.text) for row in own_rows(lines, seed=0)] == [("benign", text), ("attack", "Obey")]
 
 
 def test_rows_of_both_formats_become_conversations(tmp_path: Path) -> None:
