@@ -9,6 +9,7 @@ import enum
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,7 +141,8 @@ def _calibrate(job: Job, request: Request, out: Path) -> None:
     with Reporter() as reporter:
         fitted: dict[str, Fitted] = {}
         if set(KINDS) & set(job.kinds):
-            material = gather(request, reporter.say, reporter.total, reporter.advance_to)
+            asked = replace(request, kinds=tuple(kind for kind in job.kinds if kind in KINDS))
+            material = gather(asked, reporter.say, reporter.total, reporter.advance_to)
             fitted |= fit_on_prompts(job, material.rows, material.features, reporter.say)
         for kind, fit, subjects in (
             (Kind.h_node, of_claims.fit_on_claims, of_claims.SUBJECTS),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from detectors.calibration.demands import LEAST_PER_LABEL
 from detectors.calibration.own_rows import is_own, own_rows
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.sets.catalogue import INSTALLED, SETS
@@ -19,8 +20,6 @@ from detectors.calibration.sources import DataError
 from detectors.calibration.wheels import WHEELS, pull
 
 ALL, ONLY_INSTALLED = "all", "installed"
-LEAST_PER_LABEL = 20
-"""Rows of each label in each split, below which nothing can be fitted or measured."""
 
 
 def chosen_sets(names: Sequence[str]) -> tuple[list[str], list[Path]]:
@@ -107,6 +106,10 @@ def knows_tool_role(tokenizer: Any) -> bool:
 def check_lengths(rows: Sequence[Row], tokenizer: Any, most_tokens: int) -> None:
     """Raise ``DataError`` for the first row that the engine would refuse."""
     for row in rows:
-        tokens = len(tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True)["input_ids"])
+        try:
+            rendered = tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like
+            raise DataError(f"{row.named}: messages: the model's template refuses them: {error}") from None
+        tokens = len(rendered["input_ids"])
         if tokens >= most_tokens:
-            raise DataError(f"row {row.id}: has {tokens} tokens, at most {most_tokens - 1} can be read")
+            raise DataError(f"{row.named}: has {tokens} tokens, at most {most_tokens - 1} can be read")

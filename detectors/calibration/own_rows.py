@@ -51,7 +51,8 @@ class _Row(BaseModel):
     group: Annotated[str, Field(min_length=1)] | None = None
     """Rows that are one idea share it, and so share a split."""
     hard: bool = False
-    place: Place = "user"
+    place: Place | None = None
+    """Where not given, what the last message's role says."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -88,7 +89,8 @@ def own_rows(path: Path, seed: int) -> list[Row]:
             text=text,
             messages=_messages(row, system),
             hard=row.hard,
-            place=row.place,
+            place=row.place or ("tool" if row.messages is not None and row.messages[-1].role == "tool" else "user"),
+            origin=f"{path}: row {number}",
         )
         for (number, row), text, group in zip(checked, texts, groups, strict=True)
     ]

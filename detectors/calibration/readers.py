@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from detectors.calibration.demands import has_instruction
 from detectors.calibration.feature_store import Plan
 from detectors.calibration.features import WINDOW_LAYERS, WINDOW_TOKENS, FeatureError, evenly_spaced, spec_of
 from guard.mia.client import MiaClient
@@ -34,8 +35,14 @@ class OfflineReader:
     plan: Plan
 
     def read(self, conversations: Sequence[Conversation]) -> list[Readouts]:
-        readouts: list[Readouts] = self.llm.read(conversations, spec_of(self.plan))
-        return readouts
+        found: dict[int, Readouts] = {}
+        # The engine reads the same of all that it is given at once.
+        for instructed in (True, False):
+            at = [i for i, one in enumerate(conversations) if has_instruction(one) is instructed]
+            if at:
+                some = [conversations[i] for i in at]
+                found |= zip(at, self.llm.read(some, spec_of(self.plan, some[0])), strict=True)
+        return [found[i] for i in range(len(conversations))]
 
 
 @contextmanager
@@ -83,7 +90,7 @@ class HttpReader:
             max_tokens=1,
             temperature=0.0,
             capture=False,
-            extra_xargs={"mia": spec_of(self.plan).to_wire()},
+            extra_xargs={"mia": spec_of(self.plan, conversation).to_wire()},
         )
         event = getattr(answer, "mia", None)
         if event is None or "readouts" not in event:
