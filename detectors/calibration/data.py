@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detectors.calibration.demands import LEAST_PER_LABEL
-from detectors.calibration.own_rows import is_own, own_rows
+from detectors.calibration.own_rows import divided_own, is_own, read_own
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.sets.catalogue import INSTALLED, SETS
 from detectors.calibration.sources import DataError
@@ -51,14 +51,13 @@ def load_rows(
     Raises ``DataError``, also where a split would have too few rows.
     """
     sets, files = chosen_sets(names)
-    rows = [row for file in files for row in own_rows(file, seed)]  # first, since they are the quickest to be wrong
+    own = [row for file in files for row in read_own(file)]  # first, since they are the quickest to be wrong
     for name in sets:
         if name in WHEELS:
             say(f"data set {name}")
             pull(name)
-    if sets:
-        rows += default_rows(seed, sets, tool_role=tool_role)
-    rows = sampled(rows, most)
+    named = default_rows(seed, sets, tool_role=tool_role) if sets else []
+    rows = sampled([*(divided_own(own, named, seed, say) if own else ()), *named], most)
     counts = Counter((row.split, row.label) for row in rows)
     for split in ("train", "validation", "held_out"):
         for label in ("benign", "attack"):

@@ -19,8 +19,6 @@ from detectors.calibration.data import load_rows
 from guard.cli import app
 from tests.detectors.calibration.tiny_model import make_model, plant, write_rows
 
-pytestmark = pytest.mark.xdist_group("calibrated")
-
 KINDS = ("probe", "attention_tracker", "text_baseline", "combination", "tool_call_risk")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 
 from detectors.calibration.cli import calibrate
 from detectors.calibration.data import chosen_sets, load_rows
-from detectors.calibration.own_rows import own_rows
+from detectors.calibration.own_rows import Own, _Row, divided_own, own_rows
+from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
 
 app = typer.Typer()
@@ -125,6 +127,60 @@ def test_an_id_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
 def test_rows_of_one_group_share_a_split(tmp_path: Path) -> None:
     rows = [{"label": "benign", "text": f"{word} " * 5, "group": "one"} for word in ("sea", "hill", "book", "tram")]
     assert len({row.split for row in own_rows(jsonl(tmp_path, *rows), seed=0)}) == 1
+
+
+def test_rows_that_are_nearly_the_same_share_a_split_over_files_and_named_sets(tmp_path: Path) -> None:
+    sets = ["own", "bastioncorpus"]
+    named = load_rows(sets, 0, None, False)
+    one, two = jsonl(tmp_path, *({"label": row.label, "text": row.text} for row in named[:150])), tmp_path / "two.csv"
+    with two.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["label", "text"])
+        table.writerows([row.label, f"{row.text}."] for row in named[100:250])
+        table.writerows(["benign", f"{word} of an entirely other kind"] for word in ("Zebras", "Quilts"))
+    said: list[str] = []
+    rows = load_rows([*sets, str(one), str(two)], 0, None, False, said.append)
+    assert [row for row in rows if row.source in sets] == named
+    where: dict[str, set[str]] = {}
+    for row in rows:
+        where.setdefault(row.text.removesuffix("."), set()).add(row.split)
+    assert [text for text, splits in where.items() if len(splits) > 1] == []
+    groups: dict[str, set[str]] = {}
+    for row in rows:
+        groups.setdefault(row.group, set()).add(row.split)
+    assert {len(splits) for splits in groups.values()} == {1}
+    assert sum(row.source not in sets for row in rows) > 250
+    assert load_rows([*sets, str(one), str(two)], 0, None, False) == rows
+
+
+def test_a_row_that_resembles_rows_of_two_splits_is_left_out_and_said() -> None:
+    def own(number: int, text: str) -> Own:
+        return Own(Path("mine.jsonl"), number, _Row.model_validate({"label": "benign", "text": text, "group": "one"}))
+
+    first, second = "Which trains go to the harbour on Sundays?", "Write a letter to my landlord about the heating."
+    named = [
+        Row("a", "s", "trains", "train", "benign", text=first),
+        Row("b", "s", "trains", "train", "benign", text=first + " Thanks."),
+        Row("c", "s", "letters", "held_out", "benign", text=second),
+    ]
+    said: list[str] = []
+    mine = [own(1, "Something else altogether"), own(2, second), own(3, first)]
+    rows = divided_own(mine, named, 0, said.append)
+    assert [(row.origin, row.group, row.split) for row in rows] == [
+        ("mine.jsonl: row 1", "trains", "train"),
+        ("mine.jsonl: row 3", "trains", "train"),
+    ]
+    assert ["left out 1 of 3 rows" in line and "mine.jsonl: row 2" in line for line in said] == [True]
+
+
+def test_a_group_of_the_users_that_has_a_named_groups_name_is_another(tmp_path: Path) -> None:
+    named = load_rows(["own"], 0, None, False)
+    rows = [
+        {"label": "benign", "text": f"Zebras and quilts of kind {i}", "group": named[i].group} for i in (0, 70, 140)
+    ]
+    mine = [row for row in load_rows(["own", str(jsonl(tmp_path, *rows))], 0, None, False) if row.origin]
+    assert len(mine) == 3
+    assert not {row.group for row in mine} & {row.group for row in named}
 
 
 def test_too_few_rows_and_unknown_sets_are_said(tmp_path: Path) -> None:
