@@ -174,11 +174,12 @@ def test_a_row_that_resembles_rows_of_two_splits_is_left_out_and_said() -> None:
 
 
 def test_a_group_of_the_users_that_has_a_named_groups_name_is_another(tmp_path: Path) -> None:
-    named = load_rows(["own"], 0, None, False)
+    sets = ["own", "bastioncorpus"]
+    named = load_rows(sets, 0, None, False)
     rows = [
         {"label": "benign", "text": f"Zebras and quilts of kind {i}", "group": named[i].group} for i in (0, 70, 140)
     ]
-    mine = [row for row in load_rows(["own", str(jsonl(tmp_path, *rows))], 0, None, False) if row.origin]
+    mine = [row for row in load_rows([*sets, str(jsonl(tmp_path, *rows))], 0, None, False) if row.origin]
     assert len(mine) == 3
     assert not {row.group for row in mine} & {row.group for row in named}
 
