@@ -116,10 +116,13 @@ def calibrate(
         folder, key = model_folder(model)
         from detectors.calibration.fitted import Job
         from detectors.calibration.material import Request
+        from guard.writable import check_writable
 
         if url is not None and (alone := OFFLINE & set(chosen)):
             typer.echo(f"guard: {', '.join(sorted(alone))}: read with an engine of their own, without --url", err=True)
             raise typer.Exit(2)
+        for kind in chosen:
+            check_writable(out / kind)
         request = Request(folder, names, seed, rows or None, url=url, api_key=api_key)
         command = shlex.join(["guard", "calibrate", *chosen, *options])
         _calibrate(Job(folder, key, model, chosen, seed, command, pooling.value), request, out)
@@ -206,10 +209,11 @@ def told_errors() -> Iterator[None]:
         from detectors.calibration.sources import DataError
         from detectors.model_config import ModelConfigError
         from guard.models import ModelError
+        from guard.writable import NotWritableError
 
         try:
             yield
-        except (BudgetError, DataError, FeatureError, ModelConfigError, ModelError) as error:
+        except (BudgetError, DataError, FeatureError, ModelConfigError, ModelError, NotWritableError) as error:
             typer.echo(f"guard: {error}", err=True)
             raise typer.Exit(1) from None
     except ImportError as error:

@@ -47,9 +47,11 @@ def evaluate(
     """
     with told_errors():
         from detectors.calibration.material import Request
+        from guard.writable import check_writable
 
         names = tuple(data or ["all"])
         folder, key = model_folder(model)
+        check_writable(out)
         request = Request(
             folder, names, seed, rows or None, with_positions="all" in names, kinds=DETECTORS, url=url, api_key=api_key
         )
@@ -77,7 +79,6 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
         reports, without = _reports(material, folder, key, request.seed, sha256, with_left_out, reporter)
         about = _about(request, key, command, material, folder, sha256)
         about |= {"not_evaluated": without} if without else {}
-        out.mkdir(parents=True, exist_ok=True)
         content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
         (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         (out / "report.html").write_text(html(about, reports), encoding="utf-8")

@@ -137,6 +137,20 @@ def test_a_detector_that_reads_what_is_not_kept_is_told_and_the_others_are_evalu
     assert set(report(calibrated.model)["about"]["not_evaluated"]) == {"probe", "attention_tracker", "combination"}
 
 
+@pytest.mark.parametrize("command", [["calibrate", "probe"], ["eval"]])
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_read(
+    calibrated: Calibrated, tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    # The rows' file is not there, which would be told as soon as it was looked for.
+    options = _options(calibrated.model, (tmp_path / "none.jsonl",))
+    outcome = CliRunner().invoke(app, [*command, *options, "--out", str(out)])
+    assert outcome.exit_code == 1
+    assert flat(outcome).startswith(f"guard: {out}")
+    assert "cannot be written to: Not a directory" in flat(outcome)
+
+
 def test_nothing_to_evaluate_is_one_line(calibrated: Calibrated, tmp_path: Path) -> None:
     outcome = evaluate(calibrated.model, tmp_path, calibrated.users)
     assert (outcome.exit_code, "has no detector of tiny" in flat(outcome)) == (1, True)
