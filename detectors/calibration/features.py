@@ -39,6 +39,9 @@ class ModelShape:
     heads: int
     hidden_size: int
 
+    def __str__(self) -> str:
+        return f"{self.layers} layers, {self.heads} heads and {self.hidden_size} components"
+
 
 @dataclass(frozen=True)
 class Features:
