@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from detectors.calibration.demands import has_instruction
 from detectors.calibration.feature_store import FeatureStore, Reading
 from detectors.calibration.features import full_plan, model_shape
-from detectors.calibration.provenance import weights_sha256
 from detectors.calibration.rows import Row
+from guard.model_weights import weights_sha256
 
 LAYERS, HEADS, SIZE = 3, 2, 16
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
