@@ -182,6 +182,8 @@ def load_model_config(path: Path, schema: type[Config]) -> Config:
         raise ModelConfigError(
             f"{path}: {error.strerror}; `guard calibrate --model MODEL` measures a model and writes this file"
         ) from error
+    except UnicodeDecodeError as error:
+        raise ModelConfigError(f"{path}: is not UTF-8 (byte {error.start})") from None
     try:
         config = schema.model_validate_json(text)
     except ValidationError as error:

@@ -142,7 +142,7 @@ def answer_text(status: int, body: bytes) -> str:
 
 
 def _deltas(body: bytes) -> Iterable[str]:
-    for line in body.decode().splitlines():
+    for line in body.decode().split("\n"):  # a delta may hold U+2028, which splitlines splits at
         if line.startswith("data: {"):
             for choice in json.loads(line.removeprefix("data: ")).get("choices", []):
                 yield choice["delta"].get("content") or ""

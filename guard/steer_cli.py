@@ -88,6 +88,7 @@ def learn(
     from guard.steering.rows import read_pairs
     from guard.steering.settings import parse_layers
     from guard.steering.vector_files import checked_name
+    from guard.writable import check_writable
 
     with _told():
         read = read_pairs(pairs)
@@ -96,6 +97,7 @@ def learn(
         options = ["--pairs", pairs.name, "--model", model, "--method", method.value, "--at", at.value]
         options += ["--layers", ",".join(map(str, chosen))]
         command = shlex.join(["guard", "steer", "learn", checked_name(name, chosen), *options])
+        check_writable(_steering(configs, key))
         job = LearnJob(name, folder, key, read, chosen, method.value, at.value, command)
         with Reporter() as reporter:
             reporter.total(len(read.positive) + len(read.negative))
@@ -149,6 +151,7 @@ def sweep(
     from guard.steering.rows import read_prompts
     from guard.steering.settings import chosen_layers, parse_coefficients
     from guard.steering.sweep import Sweep
+    from guard.writable import check_writable
 
     with _told():
         read, effect, strengths = read_prompts(prompts), make_measure(measure), parse_coefficients(coefficients)
@@ -156,6 +159,7 @@ def sweep(
         vectors = _steering(configs, key)
         chosen = chosen_layers(vectors, name, layers)
         file = out or Path(f"{name}-sweep.json")
+        check_writable(file.parent)
         options = ["--prompts", prompts.name, "--measure", measure, "--model", model, "--phase", phase.value]
         options += ["--layers", ",".join(map(str, chosen)), "--coefficients", coefficients]
         options += ["--max-tokens", str(max_tokens), "--perplexity-factor", f"{perplexity_factor:g}"]

@@ -9,6 +9,7 @@ import enum
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,10 +116,13 @@ def calibrate(
         folder, key = model_folder(model)
         from detectors.calibration.fitted import Job
         from detectors.calibration.material import Request
+        from guard.writable import check_writable
 
         if url is not None and (alone := OFFLINE & set(chosen)):
             typer.echo(f"guard: {', '.join(sorted(alone))}: read with an engine of their own, without --url", err=True)
             raise typer.Exit(2)
+        for kind in chosen:
+            check_writable(out / kind)
         request = Request(folder, names, seed, rows or None, url=url, api_key=api_key)
         command = shlex.join(["guard", "calibrate", *chosen, *options])
         _calibrate(Job(folder, key, model, chosen, seed, command, pooling.value), request, out)
@@ -140,7 +144,8 @@ def _calibrate(job: Job, request: Request, out: Path) -> None:
     with Reporter() as reporter:
         fitted: dict[str, Fitted] = {}
         if set(KINDS) & set(job.kinds):
-            material = gather(request, reporter.say, reporter.total, reporter.advance_to)
+            asked = replace(request, kinds=tuple(kind for kind in job.kinds if kind in KINDS))
+            material = gather(asked, reporter.say, reporter.total, reporter.advance_to)
             fitted |= fit_on_prompts(job, material.rows, material.features, reporter.say)
         for kind, fit, subjects in (
             (Kind.h_node, of_claims.fit_on_claims, of_claims.SUBJECTS),
@@ -204,10 +209,11 @@ def told_errors() -> Iterator[None]:
         from detectors.calibration.sources import DataError
         from detectors.model_config import ModelConfigError
         from guard.models import ModelError
+        from guard.writable import NotWritableError
 
         try:
             yield
-        except (BudgetError, DataError, FeatureError, ModelConfigError, ModelError) as error:
+        except (BudgetError, DataError, FeatureError, ModelConfigError, ModelError, NotWritableError) as error:
             typer.echo(f"guard: {error}", err=True)
             raise typer.Exit(1) from None
     except ImportError as error:

@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from detectors.calibration.own_rows import is_own, own_rows
+from detectors.calibration.demands import LEAST_PER_LABEL
+from detectors.calibration.own_rows import divided_own, is_own, read_own
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.sets.catalogue import INSTALLED, SETS
 from detectors.calibration.sources import DataError
 from detectors.calibration.wheels import WHEELS, pull
 
 ALL, ONLY_INSTALLED = "all", "installed"
-LEAST_PER_LABEL = 20
-"""Rows of each label in each split, below which nothing can be fitted or measured."""
 
 
 def chosen_sets(names: Sequence[str]) -> tuple[list[str], list[Path]]:
@@ -52,14 +51,13 @@ def load_rows(
     Raises ``DataError``, also where a split would have too few rows.
     """
     sets, files = chosen_sets(names)
-    rows = [row for file in files for row in own_rows(file, seed)]  # first, since they are the quickest to be wrong
+    own = [row for file in files for row in read_own(file)]  # first, since they are the quickest to be wrong
     for name in sets:
         if name in WHEELS:
             say(f"data set {name}")
             pull(name)
-    if sets:
-        rows += default_rows(seed, sets, tool_role=tool_role)
-    rows = sampled(rows, most)
+    named = default_rows(seed, sets, tool_role=tool_role) if sets else []
+    rows = sampled([*(divided_own(own, named, seed, say) if own else ()), *named], most)
     counts = Counter((row.split, row.label) for row in rows)
     for split in ("train", "validation", "held_out"):
         for label in ("benign", "attack"):
@@ -107,6 +105,10 @@ def knows_tool_role(tokenizer: Any) -> bool:
 def check_lengths(rows: Sequence[Row], tokenizer: Any, most_tokens: int) -> None:
     """Raise ``DataError`` for the first row that the engine would refuse."""
     for row in rows:
-        tokens = len(tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True)["input_ids"])
+        try:
+            rendered = tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like
+            raise DataError(f"{row.named}: messages: the model's template refuses them: {error}") from None
+        tokens = len(rendered["input_ids"])
         if tokens >= most_tokens:
-            raise DataError(f"row {row.id}: has {tokens} tokens, at most {most_tokens - 1} can be read")
+            raise DataError(f"{row.named}: has {tokens} tokens, at most {most_tokens - 1} can be read")

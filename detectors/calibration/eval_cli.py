@@ -47,10 +47,14 @@ def evaluate(
     """
     with told_errors():
         from detectors.calibration.material import Request
+        from guard.writable import check_writable
 
         names = tuple(data or ["all"])
         folder, key = model_folder(model)
-        request = Request(folder, names, seed, rows or None, with_positions="all" in names, url=url, api_key=api_key)
+        check_writable(out)
+        request = Request(
+            folder, names, seed, rows or None, with_positions="all" in names, kinds=DETECTORS, url=url, api_key=api_key
+        )
         options = [*kinds_and(names, rows), "--model", model, "--seed", str(seed)]
         if not leave_one_out:
             options.append("--no-leave-one-out")
@@ -72,9 +76,9 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
         material = gather(request, reporter.say, reporter.total, reporter.advance_to)
         sha256 = weights_sha256(request.model)
         reporter.say(f"the detectors of {folder}" + ("" if configs else ", which ship; others: --model-configs FOLDER"))
-        reports = _reports(material, folder, key, request.seed, sha256, with_left_out, reporter)
+        reports, without = _reports(material, folder, key, request.seed, sha256, with_left_out, reporter)
         about = _about(request, key, command, material, folder, sha256)
-        out.mkdir(parents=True, exist_ok=True)
+        about |= {"not_evaluated": without} if without else {}
         content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
         (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         (out / "report.html").write_text(html(about, reports), encoding="utf-8")
@@ -84,14 +88,19 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
 
 def _reports(
     material: Material, configs: Path, key: str, seed: int, sha256: str, with_left_out: bool, reporter: Reporter
-) -> dict[str, DetectorReport]:
+) -> tuple[dict[str, DetectorReport], dict[str, str]]:
+    """By kind, what was measured, and why nothing was."""
     import numpy as np
 
+    from detectors.calibration.demands import DEMANDS, measurable, readable
     from detectors.calibration.evaluation import Rated, report_of
+    from detectors.calibration.features import FeatureError
     from detectors.calibration.fit_probe import Choice
     from detectors.calibration.leave_one_out import leave_one_out
     from detectors.calibration.positions import SOURCE
     from detectors.calibration.scoring import scored_rows
+    from detectors.calibration.sources import DataError
+    from detectors.combination import Combination
     from detectors.registry import build_detector
 
     rows, features = material.rows, material.features
@@ -99,27 +108,46 @@ def _reports(
     built: dict[str, Any] = {
         kind: build_detector(kind, path) for kind in DETECTORS if (path := configs / kind / f"{key}.json").is_file()
     }
+    if not built:
+        raise DataError(
+            f"{configs}: has no detector of {key} ({', '.join(f'{kind}/{key}.json' for kind in DETECTORS)})"
+        )
     left_out: dict[str, Any] = {}
     if with_left_out and "probe" in built:
         params = built["probe"].config.params
         plain = np.flatnonzero([row.source != SOURCE for row in rows])
         choice = Choice(getattr(params, "pooling", "last_token"), tuple(params.layers))
         left_out = leave_one_out([rows[i] for i in plain], features.part(plain), choice, seed, reporter.say)
-    reports, scores = {}, dict[str, Any]()
+    reports: dict[str, DetectorReport] = {}
+    without, scores = dict[str, str](), dict[str, Any]()
     for kind, detector in built.items():
         reporter.say(f"scoring with {kind}")
-        # Others than rows that end with what a tool returned are no steps of an agent.
-        at = np.array([i for i in index if kind != "tool_call_risk" or rows[i].place == "tool"])
+        read = set(readable(kind, rows))
+        inputs = (
+            [scores[name] for name in detector.inputs if name in scores] if isinstance(detector, Combination) else []
+        )
+        at = np.array([i for i in index if i in read and all(np.isfinite(one[i]) for one in inputs)], np.int64)
         kept = [rows[i] for i in at]
-        scores[kind] = scored_rows(detector, kept, features.part(at), scores)
-        read = [row for row in rows if kind != "tool_call_risk" or row.place == "tool"]
-        said = remarks_on(detector, configs / kind / f"{key}.json", read, seed, sha256)
+        try:
+            measurable(
+                [row for row in kept if row.source != SOURCE], f" {DEMANDS[kind].which}" if kind in DEMANDS else ""
+            )
+            found = scored_rows(detector, kept, features.part(at), {name: one[at] for name, one in scores.items()})
+        except (DataError, FeatureError) as error:
+            without[kind] = str(error)
+            reporter.say(f"{kind} is not evaluated: {error}")
+            continue
+        scores[kind] = np.full(len(rows), np.nan)
+        scores[kind][at] = found
+        said = remarks_on(detector, configs / kind / f"{key}.json", [rows[i] for i in sorted(read)], seed, sha256)
         for one in said:
             reporter.say(f"warning: {kind}: {one}")
         reports[kind] = report_of(
-            Rated(kept, scores[kind], features.tokens[at]), detector.thresholds, seed, left_out.get(kind), said
+            Rated(kept, found, features.tokens[at]), detector.thresholds, seed, left_out.get(kind), said
         )
-    return reports
+    if not reports:
+        raise DataError("; ".join(f"{kind} cannot be evaluated: {why}" for kind, why in without.items()))
+    return reports, without
 
 
 def remarks_on(detector: Any, path: Path, rows: Sequence[Row], seed: int, sha256: str) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.metrics import average_precision_score, roc_curve  # type: ignore[import-untyped]
 
+from detectors.calibration.demands import LEAST_MEASURED
 from detectors.calibration.metrics import (
     Labels,
     Scores,
@@ -27,8 +28,6 @@ from detectors.calibration.rows import Row
 from detectors.model_config import Interval
 from guard.mia.results import FloatArray
 
-LEAST_ROWS = 10
-"""Rows of either label, below which a slice is not measured."""
 SLICE_ROUNDS = 200
 LENGTHS = (0, 64, 128, 256, 512, 1024, 4096)
 """Edges of the length buckets, in tokens of the data."""
@@ -192,7 +191,7 @@ def at_threshold(rated: Rated, kept: Rated, value: float) -> AtThreshold:
     for name, keep in _named(rated):
         for label, found in (("benign", benign), ("attack", attack)):
             index = rated.where(lambda row, tokens, k=keep, y=label: row.label == y and k(row, tokens))  # type: ignore[misc]
-            if len(index) >= LEAST_ROWS:
+            if len(index) >= LEAST_MEASURED:
                 found[name] = hits(index)
     everything = [
         rated.where(lambda row, _, y=label: row.source != "positions" and row.label == y)  # type: ignore[misc]
@@ -261,11 +260,11 @@ def _slices(rated: Rated, kept: Rated) -> Iterator[tuple[str, str, npt.NDArray[n
         if name.startswith("positions"):
             continue  # too few rows of each for a curve; counted at thresholds
         own = {label: index[labels[index] == label] for label in (0, 1)}
-        if len(own[1]) >= LEAST_ROWS:
-            with_own = len(own[0]) >= LEAST_ROWS
+        if len(own[1]) >= LEAST_MEASURED:
+            with_own = len(own[0]) >= LEAST_MEASURED
             compared = own[0] if with_own else benign
             yield kind, rest or kind, np.concatenate([compared, own[1]]), "itself" if with_own else "all"
-        elif len(own[0]) >= LEAST_ROWS:
+        elif len(own[0]) >= LEAST_MEASURED:
             yield kind, rest or kind, np.concatenate([own[0], attacks]), "itself, against all attacks"
 
 

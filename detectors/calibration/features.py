@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from detectors.attention_tracker import DATA, DEFAULT_SPANS, INSTRUCTION
+from detectors.calibration.demands import has_instruction
 from detectors.calibration.feature_store import FeatureStore, Plan, Reading
-from detectors.calibration.rows import Row
+from detectors.calibration.rows import Message, Row
 from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout, Readout, Readouts, RowsReadout
 from guard.mia.spec import MAX_CAPTURES, AttentionCapture, HiddenCapture, MiaSpec, SpanPositions
 
@@ -38,12 +39,15 @@ class ModelShape:
     heads: int
     hidden_size: int
 
+    def __str__(self) -> str:
+        return f"{self.layers} layers, {self.heads} heads and {self.hidden_size} components"
+
 
 @dataclass(frozen=True)
 class Features:
     """All float32. hidden: ``[rows, layers, hidden_size]``, of the last prompt token; mass: ``[rows, heads, 2]``, on
-    instruction and data; mean: ``[rows, window layers, hidden_size]``, over the data's tokens; tokens: ``[rows]``, how
-    many these are."""
+    instruction and data, not a number where a row has no instruction; mean: ``[rows, window layers, hidden_size]``,
+    over the data's tokens; tokens: ``[rows]``, how many these are."""
 
     layers: tuple[int, ...]
     heads: tuple[tuple[int, int], ...]
@@ -99,14 +103,18 @@ def evenly_spaced(layers: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(layers[round(len(layers) * i / count) - 1] for i in range(1, count + 1)))
 
 
-def spec_of(plan: Plan) -> MiaSpec:
+def spec_of(plan: Plan, conversation: Sequence[Message]) -> MiaSpec:
+    """What is read of one conversation; of one without an instruction no attention, which would be unavailable."""
+    instructed = has_instruction(conversation)
     return MiaSpec(
-        spans=dict(DEFAULT_SPANS),
+        spans={name: selectors for name, selectors in DEFAULT_SPANS.items() if instructed or name != INSTRUCTION},
         hidden={
             **{f"last{layer}": HiddenCapture(layer=layer) for layer in plan.layers},
             **{f"data{n}": HiddenCapture(layer=n, positions=SpanPositions(span=DATA)) for n in plan.window_layers},
         },
-        attention={"a": AttentionCapture(heads=plan.heads, spans=(INSTRUCTION, DATA))} if plan.heads else {},
+        attention={"a": AttentionCapture(heads=plan.heads, spans=(INSTRUCTION, DATA))}
+        if plan.heads and instructed
+        else {},
     )
 
 
@@ -142,7 +150,7 @@ def stacked(rows: Sequence[Row], store: FeatureStore) -> Features:
     for row in rows:
         reading = store.get(row.messages)
         if reading is None:
-            raise FeatureError(f"row {row.id}: what was read of it cannot be found again; run the command once more")
+            raise FeatureError(f"{row.named}: what was read of it cannot be found again; run the command once more")
         readings.append(reading)
     return Features(
         plan.layers,
@@ -168,13 +176,13 @@ def reading_of(row: Row, readouts: Readouts, plan: Plan) -> Reading:
     for layer in plan.layers:
         hidden = readouts.items.get(f"last{layer}")
         if not isinstance(hidden, HiddenReadout) or hidden.values is None:
-            raise FeatureError(f"row {row.id}: no hidden state of layer {layer}: {_reason(hidden)}")
+            raise FeatureError(f"{row.named}: no hidden state of layer {layer}: {_reason(hidden)}")
         last.append(hidden.values)
     states = []
     for layer in plan.window_layers:
         one = readouts.items.get(f"data{layer}")
         if not isinstance(one, RowsReadout) or one.values is None or not one.positions:
-            raise FeatureError(f"row {row.id}: no hidden states of the data at layer {layer}: {_reason(one)}")
+            raise FeatureError(f"{row.named}: no hidden states of the data at layer {layer}: {_reason(one)}")
         states.append(one.values)
     if not states:
         nothing = np.zeros((0, 0, last[0].shape[-1]), np.float32)
@@ -190,11 +198,13 @@ def reading_of(row: Row, readouts: Readouts, plan: Plan) -> Reading:
 
 
 def _mass(row: Row, readouts: Readouts, plan: Plan) -> FloatArray:
+    if not has_instruction(row.messages):
+        return np.full((len(plan.heads), 2), np.nan, np.float32)
     if not plan.heads:
         return np.zeros((0, 2), np.float32)
     attention = readouts.items.get("a")
     if not isinstance(attention, AttentionReadout) or attention.status != "complete":
-        raise FeatureError(f"row {row.id}: no attention readout: {_reason(attention)}")
+        raise FeatureError(f"{row.named}: no attention readout: {_reason(attention)}")
     return np.stack([attention.mass[INSTRUCTION], attention.mass[DATA]], axis=-1)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from detectors.calibration.baseline import baseline_scores, fit_baseline, unseen_scores
-from detectors.calibration.evaluation import LEAST_ROWS, SLICE_ROUNDS, Measured, measured
+from detectors.calibration.demands import LEAST_MEASURED
+from detectors.calibration.evaluation import SLICE_ROUNDS, Measured, measured
 from detectors.calibration.features import Features
 from detectors.calibration.fit_combination import fit_combination
 from detectors.calibration.fit_probe import Choice, LabelledRows, refit
@@ -44,7 +45,9 @@ def leave_one_out(
     found: dict[str, dict[str, Measured]] = {kind: {} for kind in KINDS}
     for source in sorted({row.source for row in rows}):
         train, validation, test = fold(rows, source)
-        if len(test) == 0 or min(np.bincount(labels[test], minlength=2)) < LEAST_ROWS:
+        least = min(min(np.bincount(labels[part], minlength=2)) for part in (train, validation, test))
+        if least < LEAST_MEASURED:
+            say(f"without {source}: not measured, since too few rows of either label are left or are in it")
             continue
         say(f"without {source}")
         groups = [rows[i].group for i in test]

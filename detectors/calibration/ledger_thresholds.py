@@ -251,8 +251,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelConfigError(f"{path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ModelConfigError(f"{path}: is not JSON") from None
-    if not isinstance(raw.get("calibration"), dict) or "thresholds" not in raw["calibration"]:
+    if (
+        not isinstance(raw, dict)
+        or not isinstance(raw.get("calibration"), dict)
+        or "thresholds" not in raw["calibration"]
+    ):
         raise ModelConfigError(f"{path}: has no calibration; run guard calibrate for the model first")
     return raw

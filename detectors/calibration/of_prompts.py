@@ -19,7 +19,7 @@ from sklearn.pipeline import Pipeline  # type: ignore[import-untyped]
 from detectors.attention_tracker import AttentionTrackerConfig
 from detectors.attention_tracker import Params as TrackerParams
 from detectors.calibration.baseline import baseline_scores, fit_baseline, unseen_scores, variant
-from detectors.calibration.data import LEAST_PER_LABEL
+from detectors.calibration.demands import lacking, readable
 from detectors.calibration.features import Features
 from detectors.calibration.fit_combination import fit_combination
 from detectors.calibration.fit_h_node import Statements
@@ -60,8 +60,8 @@ class _Data:
     def part(self, split: str) -> _Data:
         return self.where(np.flatnonzero([row.split == split for row in self.rows]))
 
-    def placed(self, place: str) -> _Data:
-        return self.where(np.flatnonzero([row.place == place for row in self.rows]))
+    def read_by(self, kind: str) -> _Data:
+        return self.where(np.array(readable(kind, self.rows), np.int64))
 
     def where(self, index: Index) -> _Data:
         return _Data([self.rows[i] for i in index], self.features.part(index), self.labels[index])
@@ -109,12 +109,12 @@ class _Prompts:
         }
         made: dict[str, Fitted] = {}
         for kind in (kind for kind in KINDS if kind in self.job.kinds):
-            try:
+            if not (why := lacking(kind, self.rows)):
                 made[kind] = make[kind]()
-            except DataError as error:
-                if len(self.job.kinds) == 1:
-                    raise
-                self.say(f"left out {kind}: {error}")
+            elif len(self.job.kinds) == 1:
+                raise DataError(f"{kind}: {why}")
+            else:
+                self.say(f"left out {kind}: {why}")
         return made
 
     @cached_property
@@ -151,17 +151,31 @@ class _Prompts:
         seen = seen_digests(self.rows)
         return calibration(self.job, method, sources, choices, setting, held_out, self.text_held_out, seen)
 
+    def _calibration_on(
+        self, kind: str, method: str, choices: dict[str, str], setting: Tried, scores: Scores
+    ) -> Calibration:
+        """Of a kind that does not read every row."""
+        read = [self.rows[i] for i in readable(kind, self.rows)]
+        held_out = self.held_out.read_by(kind)
+        text = held_out.scored(baseline_scores(self.text, held_out.texts))
+        of_these = held_out.scored(scores)
+        return calibration(self.job, method, data_sources(read), choices, setting, of_these, text, seen_digests(read))
+
     def _tracker(self) -> Fitted:
         self.say("choosing heads for the attention tracker")
-        train, validation = self.train, self.validation
+        train, validation, held_out = (
+            part.read_by("attention_tracker") for part in (self.train, self.validation, self.held_out)
+        )
         tracker = fit_tracker(train.features, train.labels, validation.features, validation.labels)
         heads = np.array([self.features.heads.index(head) for head in tracker.heads])
         setting = Tried(tracker_scores(validation.features, heads), validation.labels, validation.groups)
-        scores = tracker_scores(self.held_out.features, heads)
+        scores = tracker_scores(held_out.features, heads)
         config = AttentionTrackerConfig(
             model_info=self.job.model_info,
             params=TrackerParams(important_heads=tuple((layer - 1, head) for layer, head in tracker.heads)),
-            calibration=self._calibration("heads chosen from labelled rows", tracker.choices, setting, scores),
+            calibration=self._calibration_on(
+                "attention_tracker", "heads chosen from labelled rows", tracker.choices, setting, scores
+            ),
         )
         return Fitted(config)
 
@@ -252,14 +266,10 @@ class _Prompts:
 
     def _tool_risk(self) -> Fitted:
         """Rows that end with what a tool returned: the next token begins the agent's next step."""
-        parts = [part.placed("tool") for part in (self.train, self.validation, self.held_out)]
-        if min(count for part in parts for count in np.bincount(part.labels, minlength=2)) < LEAST_PER_LABEL:
-            raise DataError(
-                f"it needs {LEAST_PER_LABEL} rows of each label in each split that end with a message of the role "
-                "tool; the data has fewer, or the model's template does not know that role"
-            )
         self.say("fitting the tool-call probe")
-        train, validation, held_out = parts
+        train, validation, held_out = (
+            part.read_by("tool_call_risk") for part in (self.train, self.validation, self.held_out)
+        )
         fitted = fit_tool_risk(_statements(train), _statements(validation))
         params, weights = tool_risk_files(fitted, self.job.config_key)
         unseen = np.asarray(sigmoid(fitted.logits(_statements(validation).states)))

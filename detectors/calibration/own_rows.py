@@ -6,33 +6,45 @@ error names file, row and field, and never quotes a row.
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from detectors.calibration.rows import Message, Place, Row
 from detectors.calibration.sources import DataError, Label, own_frames
-from detectors.calibration.split import assign_splits, merge_near_duplicates
+from detectors.calibration.split import SPLITS, Split, assign_splits, merge_beside
+from guard.csv_rows import csv_rows
+from guard.json_lines import LinesError, json_lines
 from guard.mistakes import first_mistake
 
 SUFFIXES = (".jsonl", ".csv")
 
 
+def _something(value: str) -> str:
+    """Templates strip white space, so that nothing would be left to read."""
+    if not value.strip():
+        raise ValueError("has nothing but white space")
+    return value
+
+
+Words = Annotated[str, Field(min_length=1), AfterValidator(_something)]
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, Field(min_length=1)]
+    content: Words
 
 
 class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     label: Label
-    text: Annotated[str, Field(min_length=1)] | None = None
+    text: Words | None = None
     """What a user said; stands behind a system message of ours."""
     messages: Annotated[tuple[_Message, ...], Field(min_length=1)] | None = None
     """The whole conversation, its last message the one that is judged."""
@@ -41,7 +53,8 @@ class _Row(BaseModel):
     group: Annotated[str, Field(min_length=1)] | None = None
     """Rows that are one idea share it, and so share a split."""
     hard: bool = False
-    place: Place = "user"
+    place: Place | None = None
+    """Where not given, what the last message's role says."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -57,37 +70,104 @@ def is_own(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def own_rows(path: Path, seed: int) -> list[Row]:
-    """The file's rows, grouped and split as the named sets' are. Raises ``DataError`` for its first malformed row."""
-    checked = [(number, _checked(path, number, raw)) for number, raw in _raw_rows(path)]
-    if not checked:
-        raise DataError(f"{path}: has no rows")
-    source, system = path.name, own_frames().systems[1]
-    texts = [row.text or (row.messages or ())[-1].content for _, row in checked]
-    families = [row.group or f"{source}:{row.id or number}" for number, row in checked]
-    groups = merge_near_duplicates(texts, families)
-    splits = assign_splits(groups, [row.label for _, row in checked], seed)
-    rows = [
-        Row(
-            id=row.id or f"{source}-{number}",
+@dataclass(frozen=True)
+class Own:
+    """A row as it stands in its file, not divided yet."""
+
+    path: Path
+    number: int
+    checked: _Row
+
+    @property
+    def text(self) -> str:
+        return self.checked.text or (self.checked.messages or ())[-1].content
+
+    @property
+    def family(self) -> str:
+        return self.checked.group or f"{self.path.name}:{self.checked.id or self.number}"
+
+    @property
+    def named(self) -> str:
+        return f"{self.path}: row {self.number}"
+
+    def row(self, group: str, split: Split) -> Row:
+        row, source = self.checked, self.path.name
+        tool = row.messages is not None and row.messages[-1].role == "tool"
+        return Row(
+            id=row.id or f"{source}-{self.number}",
             source=source,
             group=group,
-            split=splits[group],
+            split=split,
             label=row.label,
             lang=row.lang,
-            text=text,
-            messages=_messages(row, system),
+            text=self.text,
+            messages=_messages(row, own_frames().systems[1]),
             hard=row.hard,
-            place=row.place,
+            place=row.place or ("tool" if tool else "user"),
+            origin=self.named,
         )
-        for (number, row), text, group in zip(checked, texts, groups, strict=True)
-    ]
+
+
+def read_own(path: Path) -> list[Own]:
+    """The file's rows. Raises ``DataError`` for its first malformed row."""
+    rows = [Own(path, number, _checked(path, number, raw)) for number, raw in _raw_rows(path)]
+    if not rows:
+        raise DataError(f"{path}: has no rows")
     seen: set[str] = set()
-    for (number, _), row in zip(checked, rows, strict=True):
-        if row.id in seen:
-            raise DataError(f"{path}: row {number}: id: {row.id!r} is there twice")
-        seen.add(row.id)
+    for one in rows:
+        name = one.checked.id or f"{path.name}-{one.number}"
+        if name in seen:
+            raise DataError(f"{path}: row {one.number}: id: {name!r} is there twice")
+        seen.add(name)
     return rows
+
+
+def divided_own(
+    own: Sequence[Own], named: Sequence[Row], seed: int, say: Callable[[str], None] = lambda _: None
+) -> list[Row]:
+    """Rows of all files, grouped and split as the named sets' are, and beside them.
+
+    The splits of named sets are what they are without these rows: a group of which a text is nearly the same as some of
+    theirs goes where most of those are, and joins their group. A row of it that is nearly the same as one in another
+    split would be in both, and is left out.
+    """
+    groups, near = merge_beside([one.text for one in own], [one.family for one in own], [row.text for row in named])
+    where: dict[str, Counter[Split]] = {}
+    for group, alike in zip(groups, near, strict=True):
+        where.setdefault(group, Counter()).update(named[i].split for i in alike)
+    free = [i for i, group in enumerate(groups) if not where[group]]
+    strata = [f"{own[i].path.name}:{own[i].checked.label}" for i in free]
+    splits = assign_splits([groups[i] for i in free], strata, seed)
+    splits |= {group: max(SPLITS, key=lambda split: found[split]) for group, found in where.items() if found}
+    joined: dict[str, Counter[str]] = {}
+    for group, alike in zip(groups, near, strict=True):
+        there = [named[i].group for i in alike if named[i].split == splits[group]]
+        joined.setdefault(group, Counter()).update(there)
+    taken = {row.group for row in named}
+    names = {
+        group: min(found, key=lambda name: (-found[name], name))
+        if found
+        # Somebody's own name for a group may be one that a named set has for another.
+        else (f"{group} of your own" if group in taken else group)
+        for group, found in joined.items()
+    }
+    lost = [
+        one
+        for one, group, alike in zip(own, groups, near, strict=True)
+        if any(named[i].split != splits[group] for i in alike)
+    ]
+    if lost:
+        say(
+            f"left out {len(lost)} of {len(own)} rows of your own, which are nearly the same as rows of named sets in "
+            f"other splits than their group's (the first: {lost[0].named})"
+        )
+    left = {id(one) for one in lost}
+    return [one.row(names[group], splits[group]) for one, group in zip(own, groups, strict=True) if id(one) not in left]
+
+
+def own_rows(path: Path, seed: int) -> list[Row]:
+    """One file's rows by themselves."""
+    return divided_own(read_own(path), (), seed)
 
 
 def _messages(row: _Row, system: str) -> tuple[Message, ...]:
@@ -99,23 +179,9 @@ def _messages(row: _Row, system: str) -> tuple[Message, ...]:
 def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Rows with their numbers: lines in JSON lines, records below the header in CSV, both counted from 1."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 (byte {error.start})") from None
-    if path.suffix.lower() == ".csv":
-        for number, record in enumerate(csv.DictReader(text.splitlines(keepends=True)), 1):
-            if None in record or None in record.values():
-                raise DataError(f"{path}: row {number}: has more or fewer fields than the header")
-            yield number, {name: value for name, value in record.items() if value != ""}
-        return
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}: row {number}: not JSON ({error.msg} at column {error.colno})") from None
+        yield from csv_rows(path) if path.suffix.lower() == ".csv" else json_lines(path)
+    except LinesError as error:
+        raise DataError(str(error)) from None
 
 
 def _checked(path: Path, number: int, raw: Any) -> _Row:

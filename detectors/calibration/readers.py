@@ -5,6 +5,7 @@ Owns starting the one and asking the other. Both give the same readouts of the s
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from detectors.calibration.demands import has_instruction
 from detectors.calibration.feature_store import Plan
-from detectors.calibration.features import WINDOW_LAYERS, WINDOW_TOKENS, FeatureError, evenly_spaced, spec_of
+from detectors.calibration.features import (
+    WINDOW_LAYERS,
+    WINDOW_TOKENS,
+    FeatureError,
+    ModelShape,
+    evenly_spaced,
+    spec_of,
+)
 from guard.mia.client import MiaClient
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import Readouts
@@ -34,8 +43,14 @@ class OfflineReader:
     plan: Plan
 
     def read(self, conversations: Sequence[Conversation]) -> list[Readouts]:
-        readouts: list[Readouts] = self.llm.read(conversations, spec_of(self.plan))
-        return readouts
+        found: dict[int, Readouts] = {}
+        # The engine reads the same of all that it is given at once.
+        for instructed in (True, False):
+            at = [i for i, one in enumerate(conversations) if has_instruction(one) is instructed]
+            if at:
+                some = [conversations[i] for i in at]
+                found |= zip(at, self.llm.read(some, spec_of(self.plan, some[0])), strict=True)
+        return [found[i] for i in range(len(conversations))]
 
 
 @contextmanager
@@ -83,7 +98,7 @@ class HttpReader:
             max_tokens=1,
             temperature=0.0,
             capture=False,
-            extra_xargs={"mia": spec_of(self.plan).to_wire()},
+            extra_xargs={"mia": spec_of(self.plan, conversation).to_wire()},
         )
         event = getattr(answer, "mia", None)
         if event is None or "readouts" not in event:
@@ -91,27 +106,69 @@ class HttpReader:
         return Readouts.from_wire(event["readouts"][0])
 
 
+@dataclass(frozen=True)
+class Served:
+    """An engine that runs. ``dtype``, ``quantization``: empty where it does not say. shape: None where it does not."""
+
+    name: str
+    root: str
+    dtype: str
+    quantization: str
+    version: str
+    shape: ModelShape | None
+    plan: Plan
+
+    def kept_under(self, model_sha256: str) -> str:
+        """For ``FeatureStore``: what such an engine reads is kept apart from what one of our own does, of which weights
+        and precision are known."""
+        return json.dumps([model_sha256, self.name, self.root, self.dtype, self.quantization, self.version])
+
+    def check_shape(self, shape: ModelShape) -> None:
+        """Raise ``FeatureError`` where the engine's model is another than one of ``shape``."""
+        if self.shape is not None and self.shape != shape:
+            raise FeatureError(
+                f"the engine serves {self.name}, of {self.shape}; --model is of {shape}: give the folder of the "
+                "model that it serves"
+            )
+
+
 @contextmanager
-def http_reader(base_url: str, api_key: str | None, plan: Plan) -> Iterator[HttpReader]:
+def http_reader(base_url: str, api_key: str | None, served: Served) -> Iterator[HttpReader]:
     """A reader with the engine at ``base_url``, which ends in ``/v1``. Raises ``FeatureError``."""
     import openai
 
-    client = MiaClient(base_url, api_key=api_key)
     try:
-        yield HttpReader(client, next(iter(client.client.models.list())).id, plan)
+        yield HttpReader(MiaClient(base_url, api_key=api_key), served.name, served.plan)
     except openai.APIError as error:
         raise FeatureError(f"the engine at {base_url}: {error.message}") from error
 
 
-def engine_plan(base_url: str, api_key: str | None) -> Plan:
-    """What the engine at ``base_url`` has taps for. Raises ``FeatureError``."""
+def served_engine(base_url: str, api_key: str | None) -> Served:
+    """What the engine at ``base_url`` serves and has taps for. Raises ``FeatureError``."""
     import openai
 
+    client = MiaClient(base_url, api_key=api_key).client
     try:
-        taps: Any = MiaClient(base_url, api_key=api_key).client.get("/mia/capabilities", cast_to=object)
+        told: Any = client.get("/mia/capabilities", cast_to=object)
+        models: Any = client.get("/models", cast_to=object)
     except openai.APIError as error:
         raise FeatureError(f"the engine at {base_url}: {error.message}") from error
-    return plan_of_taps(taps["taps"] or {})
+    # An adapter's card names the model that it changes.
+    card = next((one for one in models["data"] if not one.get("parent")), None)
+    if card is None:
+        raise FeatureError(f"the engine at {base_url} serves no model")
+    model = told.get("model") or {}
+    sizes: list[Any] = [model.get(name) for name in ("layers", "heads", "hidden_size")]
+    shape = ModelShape(*sizes) if all(sizes) else None
+    return Served(
+        card["id"],
+        str(card.get("root") or ""),
+        model.get("dtype") or "",
+        model.get("quantization") or "",
+        str(told.get("vllm_version")),
+        shape,
+        plan_of_taps(told["taps"] or {}),
+    )
 
 
 def plan_of_taps(taps: dict[str, Any]) -> Plan:

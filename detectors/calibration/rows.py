@@ -58,6 +58,13 @@ class Row:
     hard: bool = False
     place: Place = "user"
     position: Position = ""
+    origin: str = ""
+    """Where a row of the user's own was written: ``FILE: row N``."""
+
+    @property
+    def named(self) -> str:
+        """For messages to people."""
+        return self.origin or f"row {self.id}"
 
     def with_attack(self, position: Position) -> Row:
         """The same row with an attack at ``position``, under an id of its own; its text is still to be put in."""

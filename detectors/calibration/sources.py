@@ -186,7 +186,7 @@ def _jsonl(package: str, *path: str) -> Iterator[dict[str, Any]]:
     try:
         version(package)
         file = files(package).joinpath(*path)
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (PackageNotFoundError, ModuleNotFoundError, FileNotFoundError) as error:
         raise DataError(f"the data set {package} is not installed; run: pip install 'mia-guard[calibrate]'") from error
     for number, line in enumerate(lines, 1):

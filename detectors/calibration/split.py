@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from sklearn.feature_extraction.text import TfidfVectorizer  # type: ignore[import-untyped]
 
@@ -24,6 +24,13 @@ COMPARED_CHARACTERS = 1000
 
 def merge_near_duplicates(texts: Sequence[str], families: Sequence[str]) -> list[str]:
     """One group name per text: families, joined wherever two of their texts are nearly the same."""
+    return merge_beside(texts, families, ())[0]
+
+
+def merge_beside(
+    texts: Sequence[str], families: Sequence[str], others: Sequence[str]
+) -> tuple[list[str], list[list[int]]]:
+    """Group names as ``merge_near_duplicates`` gives them, and which of ``others`` each text is nearly the same as."""
     parent = {family: family for family in families}
 
     def root(name: str) -> str:
@@ -31,15 +38,26 @@ def merge_near_duplicates(texts: Sequence[str], families: Sequence[str]) -> list
             name = parent[name]
         return name
 
-    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True).fit_transform(
-        [text[:COMPARED_CHARACTERS] for text in texts]
+    every = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True).fit_transform(
+        [text[:COMPARED_CHARACTERS] for text in (*texts, *others)]
     )
-    similar = (vectors @ vectors.T).tocoo()
-    for i, j, value in zip(similar.row, similar.col, similar.data, strict=True):
-        if i < j and value >= NEAR_DUPLICATE:
+    vectors = every[: len(texts)]
+    for i, j in _alike(vectors, vectors):
+        if i < j:
             first, second = sorted((root(families[i]), root(families[j])))
             parent[second] = first
-    return [root(family) for family in families]
+    near: list[list[int]] = [[] for _ in texts]
+    if others:
+        for i, j in _alike(vectors, every[len(texts) :]):
+            near[i].append(j)
+    return [root(family) for family in families], near
+
+
+def _alike(some: Any, others: Any) -> Iterator[tuple[int, int]]:
+    similar = (some @ others.T).tocoo()
+    for i, j, value in zip(similar.row, similar.col, similar.data, strict=True):
+        if value >= NEAR_DUPLICATE:
+            yield int(i), int(j)
 
 
 def assign_splits(groups: Sequence[str], strata: Sequence[str], seed: int) -> dict[str, Split]:

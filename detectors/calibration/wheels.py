@@ -234,7 +234,7 @@ def read_json(name: str, member: str) -> Any:
 
 
 def read_jsonl(name: str, member: str) -> Iterator[dict[str, Any]]:
-    for line in read_text(name, member).splitlines():
+    for line in read_text(name, member).split("\n"):
         if line.strip():
             yield json.loads(line)
 

@@ -32,16 +32,29 @@ router = APIRouter(prefix="/v1/mia")
 
 @router.get("/capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
-    """What this engine has taps for, where readouts can go, and the JSON schema of a request's spec."""
+    """What this engine serves and has taps for, where readouts can go, and the JSON schema of a request's spec."""
     config = configured(request.app.state.vllm_config.additional_config)
     folders = {"steering_folder", "probe_folder", "artifact_folder"}
     return {
         "object": "mia.capabilities",
         "mia_guard_version": __version__,
         "vllm_version": vllm_version(),
+        "model": _model(request.app.state.vllm_config.model_config),
         "taps": None if config is None else config.model_dump(mode="json", exclude=folders),
         "deliver": ["answer", *(TENSOR_FILES if artifact_store(config) is not None else ())],
         "spec_schema": MiaSpec.model_json_schema(),
+    }
+
+
+def _model(config: Any) -> dict[str, Any]:
+    """From vLLM's ``ModelConfig``: what readouts are of. Heads are the queries'; None for what one lacks."""
+    text = config.hf_text_config
+    return {
+        "layers": getattr(text, "num_hidden_layers", None),
+        "heads": getattr(text, "num_attention_heads", None),
+        "hidden_size": getattr(text, "hidden_size", None),
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "quantization": config.quantization,
     }
 
 

@@ -7,7 +7,6 @@ row is ever quoted.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from guard.json_lines import LinesError, json_lines
 from guard.mistakes import first_mistake
 
 LEAST_PAIRS = 2
@@ -91,21 +91,15 @@ _R = TypeVar("_R", bound=_Row)
 
 def _read(path: Path, kind: type[_R]) -> tuple[list[_R], str]:
     try:
-        raw = path.read_bytes()
-        lines = raw.decode("utf-8-sig").splitlines()
-    except OSError as error:
-        raise RowsError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RowsError(f"{path}: is not UTF-8 (byte {error.start})") from None
-    rows = [_checked(path, number, line, kind) for number, line in enumerate(lines, 1) if line.strip()]
-    return rows, hashlib.sha256(raw).hexdigest()
+        rows = [_checked(path, number, raw, kind) for number, raw in json_lines(path)]
+    except LinesError as error:
+        raise RowsError(str(error)) from None
+    return rows, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _checked(path: Path, number: int, line: str, kind: type[_R]) -> _R:
+def _checked(path: Path, number: int, raw: Any, kind: type[_R]) -> _R:
     try:
-        return kind.model_validate(json.loads(line))
-    except json.JSONDecodeError as error:
-        raise RowsError(f"{path}: row {number}: not JSON ({error.msg} at column {error.colno})") from None
+        return kind.model_validate(raw)
     except ValidationError as error:
         location, what = first_mistake(error)
         raise RowsError(f"{path}: row {number}: {'.'.join(map(str, location)) or 'the row'}: {what}") from None

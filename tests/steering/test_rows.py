@@ -35,6 +35,8 @@ def test_a_text_is_what_a_user_says_and_messages_are_taken_as_they_are(tmp_path:
         ('{"positive": 4, "negative": "b"}', "row 3: positive: must be a list"),
         ('["a", "b"]', "row 3: the row: must be a mapping"),
         ('{"positive": "secret', "row 3: not JSON (Unterminated string"),
+        ("[" * 100_000, "row 3: lists or objects in one another too deep"),
+        ('{"positive": "secret", "negative": ' + "1" * 5000 + "}", "row 3: has a number of too many digits"),
     ],
 )
 def test_a_malformed_row_is_named_with_file_row_and_field_before_the_model_is_looked_for(
@@ -46,6 +48,12 @@ def test_a_malformed_row_is_named_with_file_row_and_field_before_the_model_is_lo
     assert done.exit_code == 1
     assert done.stderr.startswith(f"guard: {file}: {told}")
     assert "secret" not in done.stderr
+
+
+def test_only_line_feeds_end_a_row(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one\u2028text\x85of one row"}\n{"prompt": "two"}', encoding="utf-8")
+    assert [said[0]["content"] for said in read_prompts(file).conversations] == ["one\u2028text\x85of one row", "two"]
 
 
 @pytest.mark.parametrize(("content", "told"), [(GOOD, "has 1 pairs"), ("", "has 0 pairs"), ("\xff", "is not UTF-8")])

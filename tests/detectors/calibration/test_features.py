@@ -8,14 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from detectors.calibration.feature_store import FeatureStore, Plan
-from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, read_features
+from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, ModelShape, read_features, spec_of
+from detectors.calibration.readers import Served
 from detectors.calibration.rows import Row
 from guard.mia.results import AttentionReadout, HiddenReadout, Readouts, RowsReadout
 
@@ -23,9 +24,19 @@ PLAN = Plan(layers=(1, 2), heads=((1, 0),), window_layers=(2,), window_tokens=4)
 SIZE = 3
 
 
-def rows_of(count: int) -> list[Row]:
+def rows_of(count: int, *opening: dict[str, str]) -> list[Row]:
+    """``opening``: before each row's own message; a system message if not given."""
+    before = opening or ({"role": "system", "content": "s"},)
     return [
-        Row(f"row-{i}", "s", f"g{i}", "train", "benign", text=str(i), messages=({"role": "user", "content": str(i)},))
+        Row(
+            f"row-{i}",
+            "s",
+            f"g{i}",
+            "train",
+            "benign",
+            text=str(i),
+            messages=(*before, {"role": "user", "content": str(i)}),
+        )
         for i in range(count)
     ]
 
@@ -72,6 +83,15 @@ def test_features_are_what_was_read(tmp_path: Path) -> None:
     assert features.tokens.tolist() == [6.0] * 3
 
 
+def test_of_a_row_without_an_instruction_no_attention_is_read(tmp_path: Path) -> None:
+    rows = rows_of(2, {"role": "assistant", "content": "Hello."})
+    assert spec_of(PLAN, rows[0].messages).attention == {}
+    assert set(spec_of(PLAN, rows_of(1)[0].messages).attention) == {"a"}
+    features = read_features(rows, FeatureStore("m", PLAN, tmp_path), CountingReader().opened)
+    assert np.isnan(features.mass).all()
+    assert np.isfinite(features.hidden).all()
+
+
 def test_rows_that_were_read_are_not_read_again_nor_is_an_engine_opened_for_them(tmp_path: Path) -> None:
     store, reader = FeatureStore("m", PLAN, tmp_path), CountingReader()
     read_features(rows_of(4), store, reader.opened)
@@ -90,6 +110,33 @@ def test_another_model_or_plan_reads_for_itself(tmp_path: Path) -> None:
     read_features(rows, FeatureStore("m", PLAN, tmp_path), CountingReader().opened)
     assert not FeatureStore("other", PLAN, tmp_path).has(rows[0].messages)
     assert not FeatureStore("m", Plan((1,), (), (), 4), tmp_path).has(rows[0].messages)
+
+
+def test_what_an_engine_over_http_reads_is_kept_apart_from_our_own_and_from_other_precisions(tmp_path: Path) -> None:
+    rows, served = rows_of(1), Served("tiny", "/models/tiny", "bfloat16", "", "0.29.0", None, PLAN)
+    others = [
+        replace(served, **changed)
+        for changed in (
+            {"name": "other"},
+            {"root": "/o"},
+            {"dtype": "float32"},
+            {"quantization": "fp8"},
+            {"version": "1"},
+        )
+    ]
+    read_features(rows, FeatureStore(served.kept_under("m"), PLAN, tmp_path), CountingReader().opened)
+    keys = ["m", served.kept_under("other"), *(one.kept_under("m") for one in others)]
+    assert [key for key in keys if FeatureStore(key, PLAN, tmp_path).has(rows[0].messages)] == []
+    assert FeatureStore(served.kept_under("m"), PLAN, tmp_path).has(rows[0].messages)
+
+
+def test_an_engine_whose_model_has_another_shape_is_refused() -> None:
+    served = Served("tiny", "", "", "", "", ModelShape(2, 1, SIZE), PLAN)
+    served.check_shape(ModelShape(2, 1, SIZE))
+    with pytest.raises(
+        FeatureError, match=r"serves tiny, of 2 layers, 1 heads and 3 components; --model is of 3 layers"
+    ):
+        served.check_shape(ModelShape(3, 1, SIZE))
 
 
 def test_a_file_that_was_cut_off_is_read_again(tmp_path: Path) -> None:

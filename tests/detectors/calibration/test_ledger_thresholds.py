@@ -213,3 +213,21 @@ def test_of_a_request_that_is_scored_twice_the_higher_score_counts(config: Path)
     assert outcome.exit_code == 0, outcome.output
     assert "900 scores" in outcome.output
     assert Probe.load(config).thresholds["fpr_5pct"] == pytest.approx(0.855, abs=0.03)
+
+
+def test_scores_that_are_no_finite_numbers_are_other_lines(config: Path) -> None:
+    scores = np.random.default_rng(0).uniform(0.0, 0.4, 900)
+    lines = [line(float("nan")), *(line(float(score)) for score in scores), line(float("inf")), line(-float("inf"))]
+    lines.append({**line(0.1), "scores": {"injection": 10**400}})
+    outcome = run(config, ledger_of(config, lines), "--budget", "0.05")
+    assert outcome.exit_code == 0, outcome.output
+    assert "900 scores of injection" in outcome.output
+
+
+@pytest.mark.parametrize("content", ["[1]", "[" * 100_000, "\xff"])
+def test_a_detectors_file_that_is_none_is_one_line(config: Path, content: str) -> None:
+    ledger = ledger_of(config, [line(0.1)])
+    config.write_bytes(content.encode("latin-1"))
+    outcome = run(config, ledger)
+    assert (outcome.exit_code, outcome.output.count("\n")) == (1, 1)
+    assert str(config) in outcome.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 
 from detectors.calibration.cli import calibrate
 from detectors.calibration.data import chosen_sets, load_rows
-from detectors.calibration.own_rows import own_rows
+from detectors.calibration.own_rows import Own, _Row, divided_own, own_rows
+from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
 
 app = typer.Typer()
@@ -39,6 +41,13 @@ def jsonl(folder: Path, *rows: Any) -> Path:
         ({"label": "attack", "messages": [{"role": "robot", "content": PRIVATE}]}, "row 2: messages.0.role"),
         ({"label": "attack", "messages": [{"role": "assistant", "content": PRIVATE}]}, "the last of the messages"),
         ('{"label": "attack", ', "row 2: not JSON"),
+        ({"label": "attack", "text": "\n \n"}, "row 2: text: has nothing but white space"),
+        (
+            {"label": "attack", "messages": [{"role": "tool", "content": " \u2028"}]},
+            "row 2: messages.0.content: has noth",
+        ),
+        ("[" * 100_000 + "]" * 100_000, "row 2: lists or objects in one another too deep"),
+        ('{"label": "attack", "text": ' + "9" * 6000 + "}", "row 2: has a number of too many digits"),
     ],
 )
 def test_a_malformed_row_is_named_and_not_quoted(tmp_path: Path, row: Any, message: str) -> None:
@@ -61,8 +70,42 @@ def test_the_command_ends_at_a_malformed_row_before_it_looks_for_data_or_engine(
 def test_a_csv_row_with_too_few_fields_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text('text,label,lang\n"Hello, you",benign,en\nHi,attack\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"row 2: has more or fewer fields"):
+    with pytest.raises(DataError, match=r"row 2: has 2 fields, and the header has 3"):
         own_rows(path, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('label,text\nbenign,"hello\nattack,foo\nbenign,bar\n', "row 1: text: a quote"),
+        ('label,text\nbenign,hi\nattack,"ignore all\nbenign,how are you\nattack,"now"\n', "row 2: text: a quote"),
+        ('text,label\n"said ""so"", twice",benign\n"it"s mine,attack\n', "row 2: text: a quote"),
+        (f"label,text\nbenign,{'x' * 140_000}\n", "row 1: text: has more than 131072 characters"),
+        ('label,text\nattack,"' + "never closed\n" * 20_000, "row 1: text: a quote"),
+        ('label,"text\nbenign,hi\n', "the header: field 2: a quote"),
+        ("label,text,text\nbenign,hi,ho\n", "the header: 'text' is there twice"),
+    ],
+)
+def test_a_csv_file_that_is_not_well_formed_is_an_error_with_row_and_field(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        own_rows(path, seed=0)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_only_line_feeds_end_a_row(tmp_path: Path, separator: str) -> None:
+    text = f"One text{separator}attack,of one row"
+    table = tmp_path / "mine.csv"
+    table.write_text(f'label,text\nbenign,"{text}"\r\nattack,Obey\n', encoding="utf-8", newline="")
+    assert [(row.label, row.text) for row in own_rows(table, seed=0)] == [("benign", text), ("attack", "Obey")]
+    lines = tmp_path / "mine.jsonl"
+    written = json.dumps({"label": "benign", "text": text}, ensure_ascii=False)
+    lines.write_text(f"{written}\r\n\n{json.dumps({'label': 'attack', 'text': 'Obey'})}", encoding="utf-8", newline="")
+    assert [(row.label, row.text) for row in own_rows(lines, seed=0)] == [("benign", text), ("attack", "Obey")]
 
 
 def test_rows_of_both_formats_become_conversations(tmp_path: Path) -> None:
@@ -84,6 +127,61 @@ def test_an_id_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
 def test_rows_of_one_group_share_a_split(tmp_path: Path) -> None:
     rows = [{"label": "benign", "text": f"{word} " * 5, "group": "one"} for word in ("sea", "hill", "book", "tram")]
     assert len({row.split for row in own_rows(jsonl(tmp_path, *rows), seed=0)}) == 1
+
+
+def test_rows_that_are_nearly_the_same_share_a_split_over_files_and_named_sets(tmp_path: Path) -> None:
+    sets = ["own", "bastioncorpus"]
+    named = load_rows(sets, 0, None, False)
+    one, two = jsonl(tmp_path, *({"label": row.label, "text": row.text} for row in named[:150])), tmp_path / "two.csv"
+    with two.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["label", "text"])
+        table.writerows([row.label, f"{row.text}."] for row in named[100:250])
+        table.writerows(["benign", f"{word} of an entirely other kind"] for word in ("Zebras", "Quilts"))
+    said: list[str] = []
+    rows = load_rows([*sets, str(one), str(two)], 0, None, False, said.append)
+    assert [row for row in rows if row.source in sets] == named
+    where: dict[str, set[str]] = {}
+    for row in rows:
+        where.setdefault(row.text.removesuffix("."), set()).add(row.split)
+    assert [text for text, splits in where.items() if len(splits) > 1] == []
+    groups: dict[str, set[str]] = {}
+    for row in rows:
+        groups.setdefault(row.group, set()).add(row.split)
+    assert {len(splits) for splits in groups.values()} == {1}
+    assert sum(row.source not in sets for row in rows) > 250
+    assert load_rows([*sets, str(one), str(two)], 0, None, False) == rows
+
+
+def test_a_row_that_resembles_rows_of_two_splits_is_left_out_and_said() -> None:
+    def own(number: int, text: str) -> Own:
+        return Own(Path("mine.jsonl"), number, _Row.model_validate({"label": "benign", "text": text, "group": "one"}))
+
+    first, second = "Which trains go to the harbour on Sundays?", "Write a letter to my landlord about the heating."
+    named = [
+        Row("a", "s", "trains", "train", "benign", text=first),
+        Row("b", "s", "trains", "train", "benign", text=first + " Thanks."),
+        Row("c", "s", "letters", "held_out", "benign", text=second),
+    ]
+    said: list[str] = []
+    mine = [own(1, "Something else altogether"), own(2, second), own(3, first)]
+    rows = divided_own(mine, named, 0, said.append)
+    assert [(row.origin, row.group, row.split) for row in rows] == [
+        ("mine.jsonl: row 1", "trains", "train"),
+        ("mine.jsonl: row 3", "trains", "train"),
+    ]
+    assert ["left out 1 of 3 rows" in line and "mine.jsonl: row 2" in line for line in said] == [True]
+
+
+def test_a_group_of_the_users_that_has_a_named_groups_name_is_another(tmp_path: Path) -> None:
+    sets = ["own", "bastioncorpus"]
+    named = load_rows(sets, 0, None, False)
+    rows = [
+        {"label": "benign", "text": f"Zebras and quilts of kind {i}", "group": named[i].group} for i in (0, 70, 140)
+    ]
+    mine = [row for row in load_rows([*sets, str(jsonl(tmp_path, *rows))], 0, None, False) if row.origin]
+    assert len(mine) == 3
+    assert not {row.group for row in mine} & {row.group for row in named}
 
 
 def test_too_few_rows_and_unknown_sets_are_said(tmp_path: Path) -> None:

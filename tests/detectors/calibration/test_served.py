@@ -13,8 +13,8 @@ from openai import BadRequestError, OpenAI
 
 from detectors.attention_tracker import AttentionTracker
 from detectors.calibration.feature_store import FeatureStore
-from detectors.calibration.features import read_features
-from detectors.calibration.readers import engine_plan, http_reader
+from detectors.calibration.features import FeatureError, ModelShape, model_shape, read_features
+from detectors.calibration.readers import http_reader, served_engine
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.scoring import scores_of
 from detectors.probe import Probe
@@ -55,8 +55,16 @@ def test_the_proxy_scores_as_the_evaluation_does(running_pair: RunningPair, rows
     probe = Probe.load(configs / "probe" / "SmolLM2-135M-Instruct.json")
     tracker = AttentionTracker.load(configs / "attention_tracker" / "SmolLM2-135M-Instruct.json")
     url = f"{running_pair.engine_url}/v1"
-    plan = engine_plan(url, None)
-    features = read_features(rows, FeatureStore("served", plan, tmp_path), lambda: http_reader(url, None, plan))
+    engine = served_engine(url, None)
+    engine.check_shape(model_shape(Path(resolve_model(MODEL).path)))
+    with pytest.raises(
+        FeatureError, match=r"serves smollm2-135m, of 30 layers, 9 heads and 576 components; --model is of"
+    ):
+        engine.check_shape(ModelShape(24, 14, 896))
+    assert engine.dtype == "float32"
+    features = read_features(
+        rows, FeatureStore("served", engine.plan, tmp_path), lambda: http_reader(url, None, engine)
+    )
     served = [ledger_scores(running_pair, row) for row in rows]
     assert scores_of(probe, features) == pytest.approx([scores["injection"] for scores in served], abs=1e-4)
     assert scores_of(tracker, features) == pytest.approx([scores["focus"] for scores in served], abs=1e-4)

@@ -1,0 +1,174 @@
+"""What a detector reads of which rows: calibrate and eval as commands, on planted readings, with no engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from detectors.calibration.data import load_rows
+from guard.cli import app
+from tests.detectors.calibration.tiny_model import make_model, plant, write_rows
+
+KINDS = ("probe", "attention_tracker", "text_baseline", "combination", "tool_call_risk")
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A model calibrated, with probes of means, on what users said, what tools returned, and rows without an
+    instruction; 70 of either label each."""
+
+    model: Path
+    users: Path
+    tools: Path
+    without: Path
+    outcome: Result
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]:
+    folder = tmp_path_factory.mktemp("calibrated")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        model = make_model(folder / "tiny")
+        users = write_rows(folder / "users.jsonl", 70)
+        tools = write_rows(
+            folder / "tools.jsonl",
+            70,
+            messages=lambda text: [{"role": "system", "content": "Help."}, {"role": "tool", "content": text}],
+        )
+        without = write_rows(folder / "without.jsonl", 70, messages=lambda text: [{"role": "user", "content": text}])
+        files = (without, users, tools)
+        plant(model, load_rows([str(path) for path in files], 0, None, True))
+        outcome = calibrate(model, *files, kinds=KINDS)
+        yield Calibrated(model, users, tools, without, outcome)
+
+
+def calibrate(model: Path, *data: Path, kinds: tuple[str, ...]) -> Result:
+    out = ("--out", str(model.parent / "configs"), "--pooling", "mean")
+    return CliRunner().invoke(app, ["calibrate", *kinds, *_options(model, data), *out])
+
+
+def evaluate(model: Path, configs: Path, *data: Path, more: tuple[str, ...] = ("--no-leave-one-out",)) -> Result:
+    out = ("--model-configs", str(configs), "--out", str(model.parent / "report"))
+    return CliRunner().invoke(app, ["eval", *_options(model, data), *out, *more])
+
+
+def _options(model: Path, data: tuple[Path, ...]) -> list[str]:
+    return ["--model", str(model), "--rows", "0", *(word for path in data for word in ("--data", str(path)))]
+
+
+def report(model: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((model.parent / "report" / "report.json").read_text(encoding="utf-8"))
+    return content
+
+
+def flat(outcome: Result) -> str:
+    """What was told, however it was wrapped."""
+    return re.sub(r"\s+", " ", outcome.output)
+
+
+def test_the_tracker_is_fitted_to_the_rows_with_an_instruction(calibrated: Calibrated) -> None:
+    assert calibrated.outcome.exit_code == 0, calibrated.outcome.output
+    told = f"attention_tracker leaves out 140 of 420 rows (the first: {calibrated.without}: row 1: messages:"
+    assert told in flat(calibrated.outcome)
+    for kind, sources in (("attention_tracker", ["tools", "users"]), ("probe", ["tools", "users", "without"])):
+        path = calibrated.model.parent / "configs" / kind / "tiny.json"
+        data = json.loads(path.read_text(encoding="utf-8"))["calibration"]["data"]
+        assert [source["name"] for source in data] == [f"{source}.jsonl" for source in sources]
+
+
+def test_every_detector_is_measured_on_the_rows_that_it_reads_a_probe_of_means_among_them(
+    calibrated: Calibrated,
+) -> None:
+    files = (calibrated.without, calibrated.users, calibrated.tools)
+    outcome = evaluate(calibrated.model, calibrated.model.parent / "configs", *files)
+    assert outcome.exit_code == 0, outcome.output
+    held_out = [row for row in load_rows([str(path) for path in files], 0, None, True) if row.split == "held_out"]
+    counts = Counter(row.source for row in held_out)
+    pooled = {kind: one["pooled"] for kind, one in report(calibrated.model)["detectors"].items()}
+    assert {kind: one["benign"] + one["attack"] for kind, one in pooled.items()} == {
+        "probe": len(held_out),
+        "attention_tracker": counts["users.jsonl"] + counts["tools.jsonl"],
+        "text_baseline": len(held_out),
+        "combination": len(held_out),
+        "tool_call_risk": counts["tools.jsonl"],
+    }
+    written = json.loads((calibrated.model.parent / "configs/probe/tiny.json").read_text(encoding="utf-8"))
+    assert written["params"]["pooling"] == "mean"
+    assert pooled["probe"]["auroc"] == pytest.approx(written["calibration"]["quality"]["auroc"], abs=1e-4)
+
+
+def test_rows_that_no_tool_returned_are_evaluated_and_the_detector_of_tool_calls_is_told(
+    calibrated: Calibrated,
+) -> None:
+    outcome = evaluate(calibrated.model, calibrated.model.parent / "configs", calibrated.users, more=())
+    assert outcome.exit_code == 0, outcome.output
+    told = "tool_call_risk is not evaluated: of the held-out rows that end with a message of the role tool 0 are benign"
+    assert told in flat(outcome)
+    assert set(report(calibrated.model)["detectors"]) == set(KINDS) - {"tool_call_risk"}
+    assert list(report(calibrated.model)["about"]["not_evaluated"]) == ["tool_call_risk"]
+    assert "not_evaluated" in (calibrated.model.parent / "report" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_detector_that_reads_what_is_not_kept_is_told_and_the_others_are_evaluated(
+    calibrated: Calibrated, tmp_path: Path
+) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(calibrated.model.parent / "configs", configs)
+    for kind, params in (("probe", {"pooling": "max"}), ("attention_tracker", {"windows": {}})):
+        content = json.loads((configs / kind / "tiny.json").read_text(encoding="utf-8"))
+        content["params"] |= params
+        (configs / kind / "tiny.json").write_text(json.dumps(content), encoding="utf-8")
+    outcome = evaluate(calibrated.model, configs, calibrated.tools)
+    assert outcome.exit_code == 0, outcome.output
+    assert "probe is not evaluated: the max of layer" in flat(outcome)
+    assert "attention_tracker is not evaluated: attention on each token" in flat(outcome)
+    assert set(report(calibrated.model)["detectors"]) == {"text_baseline", "tool_call_risk"}
+    assert set(report(calibrated.model)["about"]["not_evaluated"]) == {"probe", "attention_tracker", "combination"}
+
+
+@pytest.mark.parametrize("command", [["calibrate", "probe"], ["eval"]])
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_read(
+    calibrated: Calibrated, tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    # The rows' file is not there, which would be told as soon as it was looked for.
+    options = _options(calibrated.model, (tmp_path / "none.jsonl",))
+    outcome = CliRunner().invoke(app, [*command, *options, "--out", str(out)])
+    assert outcome.exit_code == 1
+    assert flat(outcome).startswith(f"guard: {out}")
+    assert "cannot be written to: Not a directory" in flat(outcome)
+
+
+def test_nothing_to_evaluate_is_one_line(calibrated: Calibrated, tmp_path: Path) -> None:
+    outcome = evaluate(calibrated.model, tmp_path, calibrated.users)
+    assert (outcome.exit_code, "has no detector of tiny" in flat(outcome)) == (1, True)
+
+
+def test_rows_that_no_kind_asked_for_can_read_are_told_before_an_engine_starts(calibrated: Calibrated) -> None:
+    rows = write_rows(
+        calibrated.model.parent / "unread.jsonl", 70, messages=lambda text: [{"role": "user", "content": text}]
+    )
+    # Nothing of these is planted: an engine would start, and fail at a model without weights.
+    outcome = calibrate(calibrated.model, rows, kinds=("attention_tracker", "tool_call_risk"))
+    assert outcome.exit_code == 1
+    assert f"{rows}: row 1: messages: none of the role system" in flat(outcome)
+    assert "tool_call_risk: it needs 20 rows" in flat(outcome)
+
+
+def test_a_row_that_the_template_refuses_is_told_before_an_engine_starts(calibrated: Calibrated) -> None:
+    model = make_model(calibrated.model.parent / "strict", "{{ raise_exception('roles must alternate') }}")
+    outcome = calibrate(model, calibrated.users, kinds=("probe",))
+    assert outcome.exit_code == 1
+    assert f"{calibrated.users}: row 1: messages: the model's template refuses them: roles must" in flat(outcome)
