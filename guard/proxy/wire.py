@@ -208,6 +208,9 @@ DONE = b"[DONE]"
 
 def frames_of(form: Form, raw: bytes) -> list[Frame]:
     """A frame, taken apart where it speaks of several choices. Raises ``UpstreamError`` for what is no JSON."""
+    if b"\r" in raw:
+        # Clients take it for the end of a line, and may read another event than the one that is judged.
+        raise UpstreamError(UNREADABLE)
     text = b"\n".join(line[len(DATA) :].strip() for line in raw.split(b"\n") if line.startswith(DATA))
     if not text or text == DONE:
         return [Frame(raw, None)]

@@ -263,6 +263,19 @@ async def test_anthropics_client_reads_refusals_and_streams_that_are_cut(start_p
                 await stream.get_final_message()
 
 
+@every
+@pytest.mark.parametrize("contract", ["hold", "window", "observe"])
+async def test_every_apis_stream_ends_once_at_an_engines_error(
+    start_proxy: StartProxy, route: str, contract: str
+) -> None:
+    named = route in (MESSAGES, RESPONSES)
+    error = frame({"type": "error", "error": {"type": "x", "message": "died"}}, "error" if named else None)
+    engine = FakeEngine(frames=[error, *streams(route, LEAK)])
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        raw = (await proxy.post(body_of(route, True), path=route))[2]
+        assert raw == error + (b"" if named else END)
+
+
 async def test_a_stream_of_messages_ends_with_a_named_error_when_it_breaks(start_proxy: StartProxy) -> None:
     engine = FakeEngine(frames=streams(MESSAGES, LEAK)[:4])
     async with running(engine), start_proxy(engine) as proxy:
