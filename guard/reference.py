@@ -33,7 +33,11 @@ Generated from the code by `python -m guard.reference`; do not edit.
 
 Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in
 `vllm_xargs`, `use_beam_search`, `add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`,
-`chat_template`, and the same under `chat_template_kwargs`.
+`chat_template`, and the same under `chat_template_kwargs`; `truncation: auto`.
+
+Refused too, because no rule would read it: `enable_response_messages`, `kv_transfer_params` and `ec_transfer_params`.
+Where rules judge answers, these leave out `token_ids` in chats, and with `stop` or `stop_token_ids` everywhere;
+`logprobs` with `return_tokens_as_token_ids`; and the number that `stop_reason` is with `stop_token_ids`.
 
 Refused too: several prompts in one completion request and `prompt_embeds`; `background`, `previous_response_id`,
 `prompt`, `conversation` and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the request.
@@ -71,6 +75,9 @@ token that was withheld is nowhere in the answer, and neither are its logprobs, 
 the usage. A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
 each field that may hold text of the model: words, reasoning, refusals, names and arguments of tool calls, code,
 queries, transcripts, stop words. The worst decides for all.
+
+A stream in which the model server reports an error ends there: what waits to be judged is dropped, of the error its
+message, type, code and parameter are passed on as they are, and nothing that comes after it.
 
 An answer that was redacted keeps the model server's usage, which is what was generated: it is what gets billed, and it
 tells how long the text was that was taken out, but nothing that it said.

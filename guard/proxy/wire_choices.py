@@ -139,15 +139,19 @@ def _tokens(choice: Fields) -> int:
 
 
 def hide_token_ids(fields: Fields, answer: Any) -> bool:
-    """Take token ids out of an answer to a request with stop words: they go further than the text, and what they spell
-    is not known here. Whether there were any."""
-    if not fields.get("stop"):
-        return False
+    """Take token ids out of an answer where they may go further than its text, as what they spell is not known here:
+    past a stop word or token, and in a chat to whatever the engine's parsers leave out. Whether there were any."""
+    stops = bool(fields.get("stop") or fields.get("stop_token_ids"))
+    names = [
+        *(("token_ids",) if stops or "messages" in fields else ()),
+        *(("logprobs", "prompt_logprobs") if fields.get("return_tokens_as_token_ids") else ()),
+        *(("stop_reason",) if fields.get("stop_token_ids") else ()),
+    ]
     hidden = False
-    names = ("token_ids", "logprobs") if fields.get("return_tokens_as_token_ids") else ("token_ids",)
-    for choice in answer.get("choices") or () if isinstance(answer, dict) else ():
+    choices = (answer.get("choices") or () if isinstance(answer, dict) else ()) if names else ()
+    for choice in choices:
         for name in names:
-            if choice.get(name) is not None:
+            if choice.get(name) is not None and not isinstance(choice[name], str):
                 choice[name], hidden = None, True
     return hidden
 

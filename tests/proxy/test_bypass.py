@@ -578,16 +578,28 @@ async def test_no_field_of_an_answer_hides_a_word(start_proxy: StartProxy) -> No
             assert (await proxy.post(BODIES[path], path=path))[0] == 400, name
 
 
+IDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
+    "ids of a chat": (CHAT, {}, {"token_ids": [5, 6]}, False),
+    "ids with a stop word": (COMPLETIONS, {"stop": ["ret"]}, {"token_ids": [5, 6]}, False),
+    "ids with a stop token": (COMPLETIONS, {"stop_token_ids": [6]}, {"token_ids": [5, 6]}, False),
+    "the stop token": (CHAT, {"stop_token_ids": [6]}, {"stop_reason": [5, 6]}, False),
+    "logprobs by id": (CHAT, {"return_tokens_as_token_ids": True}, {"logprobs": {"content": [5, 6]}}, False),
+    "ids of a text that is all": (COMPLETIONS, {}, {"token_ids": [5, 6]}, True),
+}
+
+
 @both
-async def test_token_ids_beyond_the_text_never_leave_and_others_do(start_proxy: StartProxy, stream: bool) -> None:
-    ids = {"token_ids": [5, 6, 7]}
-    message = {"role": "assistant", "content": "ok"}
-    whole = {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop", **ids}]}
-    frames = [chunk(0, {"content": "ok"}, **ids), chunk(0, {}, "stop", **ids), DONE]
-    engine = FakeEngine(frames=frames, body=json.dumps(whole).encode())
+@pytest.mark.parametrize("name", list(IDS))
+async def test_token_ids_beyond_the_text_never_leave_and_others_do(
+    start_proxy: StartProxy, name: str, stream: bool
+) -> None:
+    path, asked, shown_ids, leaves = IDS[name]
+    text = {"text": "ok"} if path == COMPLETIONS else {"delta": {"content": "ok"}, "message": {"content": "ok"}}
+    one = {"id": "c", "choices": [{"index": 0, "finish_reason": "stop", **text, **shown_ids}]}
+    engine = FakeEngine(frames=[b"data: " + json.dumps(one).encode() + b"\n\n", DONE], body=json.dumps(one).encode())
     async with running(engine), start_proxy(engine, policy("hold")) as proxy:
-        assert b"[5" not in (await proxy.post({**BODY, "stream": stream, "stop": ["ret"]}))[2]
-        assert b"[5" in (await proxy.post({**BODY, "stream": stream}))[2]
+        status, _, raw = await proxy.post({**BODIES[path], **asked, "stream": stream}, path=path)
+        assert (status, b"[5" in raw) == (200, leaves)
 
 
 ONE = {"role": "user", "content": "a"}
