@@ -73,8 +73,10 @@ choice, the usage if it was asked for, and `[DONE]`; in `/v1/responses` with `re
 where logprobs show them; `prompt_tokens` is 0 where neither the plugin nor the model server has said it by then. A
 token that was withheld is nowhere in the answer, and neither are its logprobs, its part of a tool call or its part of
 the usage. A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
-each field that may hold text of the model: words, reasoning, refusals, names and arguments of tool calls, code,
-queries, transcripts, stop words. The worst decides for all.
+every string: words, reasoning, refusals, names and arguments of tool calls, code, queries, transcripts, stop words,
+annotations, and those of fields that the guard does not know. No texts are kinds in one word (`type`, `finish_reason`),
+ids that a server made up, bytes in base64, and what names the answer or repeats the request (`model`, `usage`,
+`instructions`). The worst decides for all.
 
 A stream in which the model server reports an error ends there: what waits to be judged is dropped, of the error its
 message, type, code and parameter are passed on as they are, and nothing that comes after it.

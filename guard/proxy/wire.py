@@ -103,6 +103,14 @@ def token_pieces(choice: int, owner: Fields, key: str, *, at: str = "", whole: b
     ]
 
 
+def prompt_pieces(choice: int, owner: Fields, key: str = "prompt_logprobs") -> list[Piece]:
+    """The same of what a model makes of its prompt: at each token the likely ones, by rank."""
+    likely = [[str(one.get("decoded_token") or "") for one in at.values()] for at in owner.get(key) or () if at]
+    ranks = max(map(len, likely), default=0)
+    spelt = ["".join(at[rank] for at in likely if rank < len(at)) for rank in range(ranks)]
+    return [Piece(choice, f"{TOKENS}prompt.{rank}", owner, key, spelt=text) for rank, text in enumerate(spelt) if text]
+
+
 def _by_rank(logprobs: Any) -> list[str]:
     lists = [logprobs]
     if isinstance(logprobs, dict):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.other_texts import HEAD, other_texts
 from guard.proxy.wire import (
     TOKENS,
     Ending,
@@ -29,6 +30,13 @@ from guard.proxy.wire import (
 RESPONSES = "/v1/responses"
 ELSEWHERE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
 """Fields that put text into the prompt which is not in the request."""
+
+ECHOED = HEAD | {
+    *("instructions", "tools", "tool_choice", "text", "metadata", "user", "reasoning", "prompt", "truncation"),
+    *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "previous_response_id", "conversation"),
+    *("billing", "moderation"),
+}
+"""Of a response: what the request said, and what the answer as a whole is."""
 
 SUMMARIES = ("content", "summary")
 CLOSING = (b"response.completed", b"response.incomplete", b"response.failed")
@@ -102,6 +110,16 @@ def _beside(fields: Fields) -> list[Slot]:
 
 
 def _pieces(value: Any) -> list[Piece]:
+    read = _read(value)
+    # A whole answer is what the last event of a stream has inside.
+    whole = value.get("object") == "response"
+    read += other_texts(0, value if whole else value.get("response"), read, known=ECHOED)
+    at = f"{value.get('output_index')}.{value.get('type')}.{value.get('content_index')}"
+    return read if whole else read + other_texts(0, value, read, at=at, known={"response"})
+
+
+def _read(value: Any) -> list[Piece]:
+    """The texts that this API is known to have."""
     kind = str(value.get("type", ""))
     if kind.endswith(".delta"):
         shown = token_pieces(0, value, "logprobs", at=f".{_channel(value, kind)}")
@@ -113,7 +131,6 @@ def _pieces(value: Any) -> list[Piece]:
     found: list[tuple[str, Any, Any]] = [(_channel(value, kind), value, name) for name in ended]
     found += _of_part(_channel(value, kind), value.get("part") or {})
     found += _of_item(str(value.get("output_index")), value.get("item") or {})
-    # A whole answer is what the last event of a stream has inside.
     answer = value if value.get("object") == "response" else value.get("response") or {}
     for i, item in enumerate(answer.get("output") or ()):
         found += _of_item(str(i), item)
