@@ -24,7 +24,7 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `POST /v1/chat/completions` | guarded, streamed or not; fields pass to vLLM as they are, but for those below |
 | `POST /v1/completions`, `POST /v1/responses` | the same |
 | `POST /v1/messages` | the same for Anthropic's clients, where vLLM serves it; errors have `type: error` too |
-| `POST /v1/embeddings` | judged by its text; detectors that read the model are unavailable: `on_error` decides |
+| `POST /v1/embeddings` | judged by its text or conversation; detectors that read the model are unavailable: `on_error` decides |
 | `POST /v1/rerank`, `/rerank`, `/v2/rerank` | with `GUARD_RERANK`: [reranking](use-cases/reranking.md) |
 | `GET /v1/models`, `GET /v1/models/ID` | vLLM's list, one entry of it |
 | `GET /livez` | 200 while the proxy lives |
@@ -39,7 +39,8 @@ Refused too, because no rule would read it: `enable_response_messages`, `kv_tran
 Where rules judge answers, these leave out `token_ids` in chats, and with `stop` or `stop_token_ids` everywhere;
 `logprobs` with `return_tokens_as_token_ids`; and the number that `stop_reason` is with `stop_token_ids`.
 
-Refused too: several prompts in one completion request and `prompt_embeds`; `background`, `previous_response_id`,
+Refused too: several prompts in one completion request, several conversations, or `messages` beside `input`, in one of
+`/v1/embeddings`, and `prompt_embeds`; `background`, `previous_response_id`,
 `prompt`, `conversation` and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the request.
 
 A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,

@@ -279,6 +279,14 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a text to embed": (EMBEDDINGS, {"model": "tiny", "input": ["a", "s\u200becret"]}),
     "a message to embed": (EMBEDDINGS, {"model": "tiny", "messages": [{"role": "user", "content": "secret"}]}),
+    "a message as input": (EMBEDDINGS, {"model": "tiny", "input": [{"role": "user", "content": "secret"}]}),
+    "a part of a message as input": (
+        EMBEDDINGS, {"model": "tiny", "input": [{"role": "user", "content": [{"type": "text", "text": "secret"}]}]},
+    ),
+    "beside messages as input": (
+        EMBEDDINGS,
+        {"model": "tiny", "input": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": "secret"}},
+    ),
 }  # fmt: skip
 
 

@@ -437,6 +437,50 @@ async def test_a_model_that_vllm_does_not_serve_is_a_404_with_its_code(
     assert (entry["outcome"], entry["error_code"], entry["tokens"]["charged"]) == ("refused", "model_not_found", 0)
 
 
+TURN = {"role": "user", "content": "one"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": [[TURN], [TURN]]}, "input"),
+        ({"input": [TURN, "two"]}, "input[1]"),
+        ({"input": ["one", TURN]}, "input[1]"),
+        ({"input": [{"content": "one"}]}, "input[0].role"),
+        ({"input": "one", "messages": [TURN]}, "input"),
+        ({"messages": [[TURN]]}, "messages[0]"),
+    ],
+)
+async def test_what_of_embeddings_cannot_be_guarded_is_refused(
+    proxy: Proxy, fields: dict[str, Any], param: str
+) -> None:
+    status, _, raw = await proxy.post({"model": "tiny", **fields}, path="/v1/embeddings")
+    assert (status, json.loads(raw)["error"]["param"]) == (400, param)
+    assert not proxy.engine.bodies
+
+
+async def test_a_conversation_to_embed_is_redacted_as_a_chat_is(start_proxy: StartProxy) -> None:
+    rules = """\
+version: 1
+name: test
+detectors:
+  text: {kind: words, scope: user.last}
+rules:
+  - name: leak
+    when: {detector: text, at_least: 0.5}
+    action: redact
+    redact: {messages: [user.last], replacement: gone}
+"""
+    asked = {"model": "tiny", "input": [{"role": "user", "content": "a secret"}, {"role": "user", "content": "secret"}]}
+    engine = FakeEngine(body=b'{"object":"list","data":[]}')
+    async with running(engine), start_proxy(engine, rules) as proxy:
+        status, headers, _ = await proxy.post(asked, path="/v1/embeddings")
+        assert (status, headers["x-guard-action"]) == (200, "redact")
+        (sent,) = engine.bodies
+        assert [one["content"] for one in sent["input"]] == ["a secret", "gone"]
+        assert "messages" not in sent
+
+
 async def test_other_paths_pass_where_the_operator_says_so_and_nowhere_else(start_proxy: StartProxy) -> None:
     async with running(FakeEngine()) as engine, start_proxy(engine, passed_paths="/health,/v1/rerank") as proxy:
         status, headers, _ = await proxy.post({"x": 1}, path="/v1/rerank")
