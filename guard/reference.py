@@ -24,7 +24,7 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `POST /v1/chat/completions` | guarded, streamed or not; fields pass to vLLM as they are, but for those below |
 | `POST /v1/completions`, `POST /v1/responses` | the same |
 | `POST /v1/messages` | the same for Anthropic's clients, where vLLM serves it; errors have `type: error` too |
-| `POST /v1/embeddings` | judged by its text or conversation; detectors that read the model are unavailable: `on_error` decides |
+| `POST /v1/embeddings` | judged by its texts; detectors that read the model are unavailable: `on_error` decides |
 | `POST /v1/rerank`, `/rerank`, `/v2/rerank` | with `GUARD_RERANK`: [reranking](use-cases/reranking.md) |
 | `GET /v1/models`, `GET /v1/models/ID` | vLLM's list, one entry of it |
 | `GET /livez` | 200 while the proxy lives |
@@ -41,7 +41,9 @@ Where rules judge answers, these leave out `token_ids` in chats, and with `stop`
 
 Refused too: several prompts in one completion request, several conversations, or `messages` beside `input`, in one of
 `/v1/embeddings`, and `prompt_embeds`; `background`, `previous_response_id`,
-`prompt`, `conversation` and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the request.
+`prompt`, `conversation`, items that refer to others, tools that vLLM calls itself (`mcp`, `web_search_preview`,
+`code_interpreter`, `container`) and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the
+request.
 
 A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,
 and MAX_VALUES texts, fields, lists and objects at any depth; more is a 400.
@@ -53,8 +55,9 @@ Of a client's headers vLLM gets `traceparent` and `tracestate`; of vLLM's a clie
 and `retry-after-ms`. No others pass, in either direction.
 
 `/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `policy` and
-`policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), and `limits` (`local`,
-`shared`, or `degraded` while Redis does not answer).
+`policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), `limits` (`local`,
+`shared`, or `degraded` while Redis does not answer), and `ledger` (`ok`, or `degraded` while entries cannot be written,
+which wait in memory; still ready).
 
 A request line and its headers may have 64 KiB together and 128 headers, else 431 and the connection is closed, before
 any key is asked for; two `Host` headers are a 400. Trailers are dropped.

@@ -38,6 +38,9 @@ ECHOED = HEAD | {
 }
 """Of a response: what the request said, and what the answer as a whole is."""
 
+CALLED = ("mcp", "web_search_preview", "code_interpreter", "container")
+"""Kinds of tools that the engine calls itself: what they say is in the prompt of its next turn."""
+
 SUMMARIES = ("content", "summary")
 CLOSING = (b"response.completed", b"response.incomplete", b"response.failed")
 
@@ -51,6 +54,12 @@ def _check(fields: Fields) -> None:
             raise InvalidRequestError(f"input[{i}] must be an object", f"input[{i}]")
         if not isinstance(item.get("role", ""), str):
             raise InvalidRequestError(f"input[{i}].role must be a string", f"input[{i}].role")
+        if item.get("type") == "item_reference" or not item.keys() & {"type", "role", "content"}:
+            raise InvalidRequestError("an item elsewhere cannot be guarded: send the item itself", f"input[{i}]")
+    tools = fields.get("tools")
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, dict) and tool.get("type") in CALLED:
+            raise InvalidRequestError("a tool that the model server calls itself cannot be guarded", f"tools[{i}].type")
     for name in ELSEWHERE:
         if fields.get(name) is not None:
             raise InvalidRequestError(f"{name} cannot be guarded: send the conversation as input", name)
