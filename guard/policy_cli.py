@@ -49,14 +49,26 @@ def lint(
         str | None, typer.Option(help="Check thresholds and vectors against this model's files too.")
     ] = None,
     model_configs: ModelConfigs = None,
+    providers: Annotated[
+        Path | None,
+        typer.Option(envvar="GUARD_PROVIDERS", help="File of other providers' models, which no rule can route to."),
+    ] = None,
 ) -> None:
     """Check policies; every error names file, line and field."""
     from guard.policy.lint import lint
+    from guard.proxy.provider_file import read_providers
+    from guard.settings import SettingsError
 
     folder = _model_configs(model_configs)
     config_key = _config_key(model, folder) if model else None
     at = _model_folder(model) if model else None
-    raise typer.Exit(lint(files, typer.echo, config_key=config_key, model_configs=folder, model=at))
+    try:
+        elsewhere = {} if providers is None else read_providers(providers)
+    except SettingsError as error:
+        _fail(str(error))
+    raise typer.Exit(
+        lint(files, typer.echo, config_key=config_key, model_configs=folder, model=at, elsewhere=elsewhere)
+    )
 
 
 @policy_app.command("test", epilog=TEST_END)

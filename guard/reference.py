@@ -24,7 +24,7 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `POST /v1/chat/completions` | guarded, streamed or not; fields pass to vLLM as they are, but for those below |
 | `POST /v1/completions`, `POST /v1/responses` | the same |
 | `POST /v1/messages` | the same for Anthropic's clients, where vLLM serves it; errors have `type: error` too |
-| `POST /v1/embeddings` | judged by its text; detectors that read the model are unavailable: `on_error` decides |
+| `POST /v1/embeddings` | judged by its texts; detectors that read the model are unavailable: `on_error` decides |
 | `POST /v1/rerank`, `/rerank`, `/v2/rerank` | with `GUARD_RERANK`: [reranking](use-cases/reranking.md) |
 | `GET /v1/models`, `GET /v1/models/ID` | vLLM's list, one entry of it |
 | `GET /livez` | 200 while the proxy lives |
@@ -33,10 +33,17 @@ Generated from the code by `python -m guard.reference`; do not edit.
 
 Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in
 `vllm_xargs`, `use_beam_search`, `add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`,
-`chat_template`, and the same under `chat_template_kwargs`.
+`chat_template`, and the same under `chat_template_kwargs`; `truncation: auto`.
 
-Refused too: several prompts in one completion request and `prompt_embeds`; `background`, `previous_response_id`,
-`prompt`, `conversation` and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the request.
+Refused too, because no rule would read it: `enable_response_messages`, `kv_transfer_params` and `ec_transfer_params`.
+Where rules judge answers, these leave out `token_ids` in chats, and with `stop` or `stop_token_ids` everywhere;
+`logprobs` with `return_tokens_as_token_ids`; and the number that `stop_reason` is with `stop_token_ids`.
+
+Refused too: several prompts in one completion request, several conversations, or `messages` beside `input`, in one of
+`/v1/embeddings`, and `prompt_embeds`; `background`, `previous_response_id`,
+`prompt`, `conversation`, items that refer to others, tools that vLLM calls itself (`mcp`, `web_search_preview`,
+`code_interpreter`, `container`) and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the
+request.
 
 A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,
 and MAX_VALUES texts, fields, lists and objects at any depth; more is a 400.
@@ -48,8 +55,9 @@ Of a client's headers vLLM gets `traceparent` and `tracestate`; of vLLM's a clie
 and `retry-after-ms`. No others pass, in either direction.
 
 `/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `policy` and
-`policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), and `limits` (`local`,
-`shared`, or `degraded` while Redis does not answer).
+`policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), `limits` (`local`,
+`shared`, or `degraded` while Redis does not answer), and `ledger` (`ok`, or `degraded` while entries cannot be written,
+which wait in memory; still ready).
 
 A request line and its headers may have 64 KiB together and 128 headers, else 431 and the connection is closed, before
 any key is asked for; two `Host` headers are a 400. Trailers are dropped.
@@ -69,8 +77,13 @@ choice, the usage if it was asked for, and `[DONE]`; in `/v1/responses` with `re
 where logprobs show them; `prompt_tokens` is 0 where neither the plugin nor the model server has said it by then. A
 token that was withheld is nowhere in the answer, and neither are its logprobs, its part of a tool call or its part of
 the usage. A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
-each field that may hold text of the model: words, reasoning, refusals, names and arguments of tool calls, code,
-queries, transcripts, stop words. The worst decides for all.
+every string: words, reasoning, refusals, names and arguments of tool calls, code, queries, transcripts, stop words,
+annotations, and those of fields that the guard does not know. No texts are kinds in one word (`type`, `finish_reason`),
+ids that a server made up, bytes in base64, and what names the answer or repeats the request (`model`, `usage`,
+`instructions`). The worst decides for all.
+
+A stream in which the model server reports an error ends there: what waits to be judged is dropped, of the error its
+message, type, code and parameter are passed on as they are, and nothing that comes after it.
 
 An answer that was redacted keeps the model server's usage, which is what was generated: it is what gets billed, and it
 tells how long the text was that was taken out, but nothing that it said.
@@ -104,7 +117,8 @@ On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a 
 ## Response headers
 | header | meaning |
 | --- | --- |
-| `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `route` or `block`; absent when nothing is |
+| `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `route` or `block`; absent when nothing is. \
+Where the answer was generated again after it was judged (`retry`, `route` of stage `output`): of what the client gets |
 | `x-guard-rules` | the rules that hit, separated by commas |
 | `x-guard-policy` | name of the policy and the first 12 digits of its content's hash |
 | `x-guard-request-id` | the ledger's id, new for each request |

@@ -5,7 +5,7 @@ With a model's calibrations at hand, thresholds, spans and steering vectors are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from detectors.registry import BUILT_IN
@@ -22,6 +22,7 @@ from guard.policy.policy_set import (
     policy_files,
     read_folder,
 )
+from guard.policy.routing import check_routes
 from guard.policy.schema import Policy, detectors_in
 from guard.policy.yaml_file import PolicyError, read_mapping, validated
 
@@ -33,10 +34,12 @@ def lint(
     config_key: str | None = None,
     model_configs: Path | None = None,
     model: Path | None = None,
+    elsewhere: Collection[str] = (),
 ) -> int:
     """Check every file, and every folder as a whole, and report each; returns 1 when any cannot be used, else 0.
 
-    model: its folder, where it is on this machine; calibrations on other weights are then said.
+    model: its folder, where it is on this machine; calibrations on other weights are then said. elsewhere:
+    models of other providers.
     """
 
     def bound(loaded: LoadedPolicy) -> BoundPolicy:
@@ -49,10 +52,10 @@ def lint(
     for path in paths:
         if path.is_dir():
             # One that is wrong is told once; the whole would only tell it again.
-            sound = all([_reported(_lines(file, None, None), say) for file in _files(path)])
+            sound = all([_reported(_lines(file, None, None, elsewhere), say) for file in _files(path)])
             sound = sound and _reported(_whole(path, bound if config_key else None, model), say)
         else:
-            sound = _reported(_lines(path, bound if config_key else None, model), say)
+            sound = _reported(_lines(path, bound if config_key else None, model, elsewhere), say)
         failed |= not sound
     return int(failed)
 
@@ -102,7 +105,7 @@ def _files(folder: Path) -> list[Path]:
     ]
 
 
-def _lines(path: Path, bound: Bound | None, model: Path | None) -> Iterator[str]:
+def _lines(path: Path, bound: Bound | None, model: Path | None, elsewhere: Collection[str]) -> Iterator[str]:
     if path.name.endswith(TESTS_SUFFIX):
         tests = validated(read_mapping(path), Cases).tests
         yield f"{path}: ok ({len(tests)} tests; guard policy test runs them)"
@@ -110,6 +113,7 @@ def _lines(path: Path, bound: Bound | None, model: Path | None) -> Iterator[str]
         yield f"{path}: ok ({len(load_selection(path).assignments)} assignments)"
     else:
         loaded = load_policy(path)
+        check_routes(loaded, elsewhere)
         calibrated = calibration_remarks(bound(loaded), model) if bound is not None else []
         yield f"{path}: ok ({loaded.label}, {len(loaded.policy.rules)} rules)"
         yield from (f"{path}: note: {remark}" for remark in (*remarks(loaded.policy), *calibrated))

@@ -182,7 +182,8 @@ class Routing(Section):
     """Which model answers instead."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    """Name as a client would ask for it: one that the same engine serves."""
+    """Name as a client would ask for it: one that the same vLLM serves; a model of another provider (`providers`) is
+    refused."""
 
 
 class Rule(Section):

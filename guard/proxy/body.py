@@ -51,6 +51,15 @@ UNMEASURABLE: dict[str, tuple[Any, ...]] = {
 }
 """Fields that decide what of a prompt the detectors get to see, and the values that change nothing."""
 
+UNGUARDED: dict[str, tuple[Any, ...]] = {
+    "truncation": (None, "disabled"),
+    "enable_response_messages": (None, False),
+    "kv_transfer_params": (None,),
+    "ec_transfer_params": (None,),
+}
+"""Fields by which a prompt would be cut, an answer would have its raw text and tokens beside what rules read, or a
+prompt would be what another request left in a cache; and the values that change nothing."""
+
 
 @dataclass(frozen=True)
 class GuardedRequest(Generic[F_co]):
@@ -153,16 +162,20 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
         raise InvalidRequestError(
             f"vllm_xargs.{taken[0]} is set by the guard alone; remove it", f"vllm_xargs.{taken[0]}"
         )
-    _check_measurable(fields)
+    _check_guardable(fields)
     return GuardedRequest(form, fields)
 
 
-def _check_measurable(fields: dict[str, Any]) -> None:
+def _check_guardable(fields: dict[str, Any]) -> None:
     """Detectors are calibrated on whole prompts that end where the model begins its answer. What would have them
-    measure elsewhere, or not at all, is not a client's to choose."""
+    measure elsewhere, or not at all, is not a client's to choose; nor is what no rule would read."""
     template = fields.get("chat_template_kwargs")
-    for prefix, given in (("", fields), ("chat_template_kwargs.", template if isinstance(template, dict) else {})):
-        for name, harmless in UNMEASURABLE.items():
+    places: list[tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = [
+        ("", fields, UNMEASURABLE | UNGUARDED),
+        ("chat_template_kwargs.", template if isinstance(template, dict) else {}, UNMEASURABLE),
+    ]
+    for prefix, given, values in places:
+        for name, harmless in values.items():
             if name in given and given[name] not in harmless:
                 raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
 

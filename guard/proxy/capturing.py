@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from guard.policy import Judges
 from guard.policy.capture import Capture
 from guard.proxy.body import GuardedRequest
+from guard.proxy.error_frame import error_frame
 from guard.proxy.errors import UpstreamError
 from guard.proxy.judging import WHOLE, Unit, unit_of
 from guard.proxy.wire import TOKENS, Form, Piece, Texts, frames_of
@@ -139,6 +140,6 @@ def _pieces_of(form: Form, sent: bytes) -> Iterator[list[Piece]]:
         return
     *frames, _half = sent.split(b"\n\n")
     for raw in frames:
-        if not raw.startswith((b'data: {"error"', b"event: error", b":")):
+        if error_frame(raw) is None:
             for frame in frames_of(form, raw + b"\n\n"):
                 yield frame.pieces

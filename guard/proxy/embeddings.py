@@ -7,6 +7,7 @@ decides.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from guard.policy.schema import Action
 from guard.proxy.access import check_media_type
@@ -29,16 +30,36 @@ STEERS: tuple[Action, ...] = ("steer", "retry")
 
 
 def _check(fields: Fields) -> None:
+    if "messages" in fields and "input" in fields:
+        # The engine embeds one of them; which, is not for the guard to guess.
+        raise InvalidRequestError("give messages or input, not both", "input")
     if "messages" in fields:
         return chat_form.check(fields)
     given = fields.get("input")
     if not isinstance(given, str | list) or not given:
         raise InvalidRequestError("input must be a text or a list, and not empty", "input")
+    for i, one in enumerate(given if isinstance(given, list) else ()):
+        if isinstance(one, list) and not all(isinstance(token, int) for token in one):
+            raise InvalidRequestError("several conversations cannot be guarded in one request; send one each", "input")
+        if isinstance(one, dict) != isinstance(given[0], dict):
+            raise InvalidRequestError(f"input[{i}] is of another kind than input[0]", f"input[{i}]")
+        if isinstance(one, dict) and not isinstance(one.get("role"), str):
+            raise InvalidRequestError(f"input[{i}].role must be a string", f"input[{i}].role")
+    if (chat := _chat(fields)) is not None:
+        chat_form.check(chat)
+
+
+def _chat(fields: Fields) -> Fields | None:
+    """The request as a chat's, where it has messages: under either name. They are the same objects."""
+    if "messages" in fields:
+        return fields
+    given = fields["input"]
+    return {**fields, "messages": given} if isinstance(given, list) and isinstance(given[0], dict) else None
 
 
 def _slots(fields: Fields) -> list[Slot]:
-    if "messages" in fields:
-        return chat_form.slots(fields)
+    if (chat := _chat(fields)) is not None:
+        return chat_form.slots(chat)
     given = fields["input"]
     if isinstance(given, str):
         return [Slot(0, 0, fields, "input")]
@@ -46,13 +67,22 @@ def _slots(fields: Fields) -> list[Slot]:
 
 
 def _beside(fields: Fields) -> list[Slot]:
-    return chat_form.beside(fields) if "messages" in fields else around(fields)
+    chat = _chat(fields)
+    if chat is None:
+        return around(fields)
+    # In the request itself, not in the copy: what is redacted there is to be gone here.
+    return [replace(slot, owner=fields) if slot.owner is chat else slot for slot in chat_form.beside(chat)]
+
+
+def _roles(fields: Fields) -> tuple[str, ...]:
+    chat = _chat(fields)
+    return chat_form.roles(chat) if chat is not None else ("user",)
 
 
 def _unread(fields: Fields) -> str:
-    if "messages" in fields:
-        return chat_form.unread(fields)
-    given = fields.get("input", "")
+    if (chat := _chat(fields)) is not None:
+        return chat_form.unread(chat)
+    given = fields["input"]
     texts = isinstance(given, str) or all(isinstance(one, str) for one in given)
     return "" if texts else AS_TOKENS
 
@@ -60,7 +90,7 @@ def _unread(fields: Fields) -> str:
 embeddings_form = Texts(
     route=EMBEDDINGS,
     check=_check,
-    roles=lambda fields: chat_form.roles(fields) if "messages" in fields else ("user",),
+    roles=_roles,
     slots=_slots,
     beside=_beside,
     unread=_unread,

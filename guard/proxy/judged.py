@@ -14,15 +14,16 @@ from typing import Any
 from guard.policy import Decision
 from guard.proxy.answer import Answer, StreamedAnswer, Whole
 from guard.proxy.body import GuardedRequest
+from guard.proxy.error_frame import error_frame
 from guard.proxy.errors import UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judging import AnswerJudge
 from guard.proxy.refusal import ending, refuse
-from guard.proxy.relay import ERROR_FRAMES, broke_off, relay_whole
+from guard.proxy.relay import broke_off, relay_whole
 from guard.proxy.usage import count_event, count_whole
 from guard.proxy.verdict import blocked
 from guard.proxy.wire import Form, Frame, compact, frames_of
-from guard.proxy.wire_choices import hide_token_ids
+from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
 from guard.proxy.withholding import Withheld
 
 
@@ -92,55 +93,63 @@ class _Stream:
     first: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
     released_tokens: int = 0
-    failed: bool = False
 
     async def run(self) -> Decision | None:
         live = self.judge.judges.live
         contract = live.streaming if live.holds_answers else "observe"
-        end = b""
+        end, error = b"", None
         async for batch in self.answer.batches():
             for raw in batch:
-                end = raw
+                end, error = raw, error_frame(raw)
+                if error is not None:
+                    break
                 await self._take(raw)
             if contract == "observe":
                 await self._release(self.withheld.due(self.judge.tokens, 0))
-            if self.judge.judges_streams and batch and not self.failed:
+            if self.judge.judges_streams and batch:
                 ruling = await self.judge.check(self.answer.readouts(), complete=False)
                 if ruling.decision.action == "block":
                     await self._block(ruling.decision)
                     return None
             if contract == "window":
                 await self._release(self.withheld.due(self.judge.tokens, live.window_tokens))
+            if error is not None:
+                await self._fail(error)
+                return None
         if not self.request.form.ends(end):
             raise broke_off()
         self.exchange.record.complete = True
-        if not self.failed:
-            ruling = await self.judge.check(self.answer.readouts(), complete=True)
-            self.exchange.record.answer = self.judge.answered(self.attempts)
-            if ruling.decision.action in ("retry", "route"):
-                self.exchange.withhold(self.judge.texts)
-                return ruling.decision
-            if ruling.decision.action == "block":
-                await self._block(ruling.decision)
-                return None
+        ruling = await self.judge.check(self.answer.readouts(), complete=True)
+        self.exchange.record.answer = self.judge.answered(self.attempts)
+        if ruling.decision.action in ("retry", "route"):
+            self.exchange.withhold(self.judge.texts)
+            return ruling.decision
+        if ruling.decision.action == "block":
+            await self._block(ruling.decision)
+            return None
         await self._release(self.withheld.rest())
-        self.exchange.record.outcome = "upstream_error" if self.failed else "completed"
+        self.exchange.record.outcome = "completed"
         await self.exchange.end()
         return None
 
+    async def _fail(self, error: bytes) -> None:
+        """The model server gave up: whatever it may send after it is no answer, and what is withheld was not judged to
+        its end, and never will be."""
+        exchange, record = self.exchange, self.exchange.record
+        record.frames += 1
+        record.complete, record.outcome = True, "upstream_error"
+        if not exchange.started:
+            await exchange.start(200, self.answer.headers)
+        await exchange.end(error + (DONE_FRAME if self.request.form.ends(DONE_FRAME) else b""))
+
     async def _take(self, raw: bytes) -> None:
-        if raw.startswith(b":"):
+        if all(line.startswith(b":") for line in raw.splitlines() if line):
             # A comment says nothing, and keeps connections open.
             if self.exchange.started:
                 await self.exchange.stream(raw)
             return
         record = self.exchange.record
         record.frames += 1
-        if raw.startswith(ERROR_FRAMES):
-            # What is withheld was not judged to its end, and never will be.
-            self.failed = True
-            self.withheld.rest()
-            return self.withheld.add(Frame(raw, None))
         for frame in frames_of(self.request.form, raw):
             frame.changed |= hide_token_ids(self.request.fields, frame.data)
             self.judge.add(frame)

@@ -36,6 +36,8 @@ def monitor_routes(services: Services) -> list[Route]:
             "policies_reload": "ok" if policies.error is None else "failed",
             "keys_reload": "ok" if services.access.keys.error is None else "failed",
             "limits": await services.admission.limits_status(),
+            # Answers go on: what waits is kept, and taking the proxy out would not empty the disk.
+            "ledger": "degraded" if services.ledger.delayed else "ok",
         }
         return JSONResponse(now, 200 if now["status"] == "ok" else 503)
 

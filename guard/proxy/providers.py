@@ -1,8 +1,8 @@
 """Models that other providers serve, asked through litellm: the answer comes in the forms in which vLLM's would.
 
-Owns the file that lists these models, which fields of a request they are sent, and the way from litellm's objects to an
-answer's bytes. Nothing inside such a model can be read or steered; what that means is the policy's to say. litellm is
-loaded only where there is such a file.
+Owns which fields of a request they are sent, and the way from litellm's objects to an answer's bytes. Nothing inside
+such a model can be read or steered; what that means is the policy's to say. litellm is loaded only where there is such
+a model.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from guard.policy.conditions import Section, Version
-from guard.policy.yaml_file import PolicyError, read_mapping, validated
 from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError
+from guard.proxy.provider_file import read_providers
 from guard.proxy.wire import DATA, DONE, compact
 from guard.settings import SettingsError
 
@@ -59,35 +56,12 @@ CONVENTION_NAMES: Mapping[str, str] = {
 """litellm's name -> the well-known value of ``gen_ai.provider.name``, where they differ."""
 
 
-class ProviderModel(Section):
-    """One model."""
-
-    model: Annotated[str, Field(min_length=3, pattern=r"^[^/\s]+/\S+$", examples=["openai/gpt-4o-mini"])]
-    """Its name for litellm: provider, slash, model."""
-
-    api_base: Annotated[str | None, Field(pattern=r"^https?://")] = None
-    """Base URL, where it is not the provider's own."""
-
-    api_key_env: Annotated[str | None, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["OPENAI_API_KEY"])] = None
-    """The environment variable that has the provider's key. Without it litellm looks where it does for the provider."""
-
-
-class ProvidersFile(Section):
-    """The file of the setting `providers`."""
-
-    version: Version
-    """Version of this format."""
-
-    models: Annotated[dict[str, ProviderModel], Field(min_length=1)]
-    """Models by the name that clients ask for."""
-
-
 class Providers:
     """``path`` None: no such models. Raises ``SettingsError``, with file, line and field."""
 
     def __init__(self, path: Path | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._models = {} if path is None else _read(path)
+        self._models = {} if path is None else read_providers(path)
         self._keys = {one.api_key_env: _key(path, one.api_key_env) for one in self._models.values() if one.api_key_env}
         self._litellm = _litellm() if self._models else None
 
@@ -223,13 +197,6 @@ def _error_of(error: Exception) -> dict[str, Any]:
     given = {name: getattr(error, name, None) for name in ("type", "param", "code")}
     texts = {name: value if isinstance(value, str) else None for name, value in given.items()}
     return {"message": str(getattr(error, "message", "the provider refused the request")), **texts}
-
-
-def _read(path: Path) -> dict[str, ProviderModel]:
-    try:
-        return dict(validated(read_mapping(path), ProvidersFile).models)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from None
 
 
 def _key(path: Path | None, name: str) -> str:

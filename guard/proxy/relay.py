@@ -10,14 +10,13 @@ import json
 from collections.abc import Callable
 
 from guard.proxy.answer import Answer, StreamedAnswer, Whole
+from guard.proxy.error_frame import error_frame
 from guard.proxy.errors import ModelNotFoundError, UpstreamError
 from guard.proxy.exchange import Exchange
 from guard.proxy.usage import count_frame, count_whole, expect_nothing
 
 NOT_FOUND = ("NotFoundError", "not_found_error")
 """How vLLM calls the error, in OpenAI's form and in Anthropic's."""
-
-ERROR_FRAMES = (b'data: {"error"', b"event: error")
 
 
 async def relay(exchange: Exchange, answer: Answer, ends: Callable[[bytes], bool]) -> None:
@@ -59,7 +58,7 @@ async def _relay_stream(exchange: Exchange, answer: StreamedAnswer, ends: Callab
             # Not sooner: an engine that dies before its first frame is still a real status.
             await exchange.start(200, answer.headers)
         for last in frames:
-            failed = failed or last.startswith(ERROR_FRAMES)
+            failed = failed or error_frame(last) is not None
             count_frame(exchange.record, last)
         exchange.record.frames += len(frames)
         if frames:

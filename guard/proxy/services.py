@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from detectors.model_config import ModelConfigError
 from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
+from guard.policy.routing import check_routes
 from guard.policy.store import Reload
 from guard.proxy.access import Access
 from guard.proxy.admission import Admission
@@ -65,6 +66,7 @@ class Services:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.policies = PolicyStore(settings.policy, self._bound, self._reloaded)
         limits_count = settings.workers == 1 or settings.redis_url is not None
         self.metrics = Metrics(ROUTES)
@@ -81,7 +83,6 @@ class Services:
         self.tracing = _tracing(settings)
         self.recent = Recent(*((KEPT_FOR_CONSOLE, KEPT_UNJUDGED) if settings.admin_port is not None else (0, 0)))
         self.upstream = Upstream(settings)
-        self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.reranker = reranker_of(settings)
         self.under_way = 0
         self.draining = False
@@ -135,6 +136,7 @@ class Services:
         )
 
     def _bound(self, loaded: LoadedPolicy) -> BoundPolicy:
+        check_routes(loaded, self.providers.names)
         return bind(loaded, build_detectors(loaded, self.settings.config_key, self.settings.model_configs))
 
     def _reloaded(self, result: Reload, policies: PolicySet) -> None:

@@ -103,6 +103,14 @@ def token_pieces(choice: int, owner: Fields, key: str, *, at: str = "", whole: b
     ]
 
 
+def prompt_pieces(choice: int, owner: Fields, key: str = "prompt_logprobs") -> list[Piece]:
+    """The same of what a model makes of its prompt: at each token the likely ones, by rank."""
+    likely = [[str(one.get("decoded_token") or "") for one in at.values()] for at in owner.get(key) or () if at]
+    ranks = max(map(len, likely), default=0)
+    spelt = ["".join(at[rank] for at in likely if rank < len(at)) for rank in range(ranks)]
+    return [Piece(choice, f"{TOKENS}prompt.{rank}", owner, key, spelt=text) for rank, text in enumerate(spelt) if text]
+
+
 def _by_rank(logprobs: Any) -> list[str]:
     lists = [logprobs]
     if isinstance(logprobs, dict):
@@ -208,6 +216,9 @@ DONE = b"[DONE]"
 
 def frames_of(form: Form, raw: bytes) -> list[Frame]:
     """A frame, taken apart where it speaks of several choices. Raises ``UpstreamError`` for what is no JSON."""
+    if b"\r" in raw:
+        # Clients take it for the end of a line, and may read another event than the one that is judged.
+        raise UpstreamError(UNREADABLE)
     text = b"\n".join(line[len(DATA) :].strip() for line in raw.split(b"\n") if line.startswith(DATA))
     if not text or text == DONE:
         return [Frame(raw, None)]

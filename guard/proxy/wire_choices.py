@@ -5,12 +5,14 @@ Owns these two APIs' bodies. Never decides anything.
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.other_texts import HEAD, MADE_OF, other_texts
 from guard.proxy.wire import (
     AS_TOKENS,
     Ending,
@@ -21,6 +23,7 @@ from guard.proxy.wire import (
     around,
     check_messages,
     event,
+    prompt_pieces,
     strings,
     text_slots,
     token_pieces,
@@ -104,32 +107,38 @@ def _number_of_choices(fields: Fields) -> int:
 
 
 def _pieces(value: Any) -> list[Piece]:
-    return [piece for choice in value.get("choices") or () for piece in _pieces_of(choice)]
+    choices = value.get("choices") or ()
+    first = int(choices[0]["index"]) if choices else 0
+    read = [*(piece for choice in choices for piece in _pieces_of(choice)), *prompt_pieces(first, value)]
+    return read + other_texts(first, value, read, known={*HEAD, "choices"})
 
 
 def _pieces_of(choice: Fields) -> list[Piece]:
     index, traces = int(choice["index"]), ((choice, "logprobs"), (choice, "token_ids"))
-    if "text" in choice:
-        found = [("text", choice, "text")]
-    else:
-        said = choice.get("delta") or choice.get("message") or {}
-        found = [(name, said, name) for name in SPOKEN]
-        for i, call in enumerate(said.get("tool_calls") or ()):
-            called, at = call.get("function") or {}, call.get("index", i)
-            found += [(f"tool.{at}.{name}", called, name) for name in ("name", "arguments")]
-            found += [(f"tool.{at}.custom.{name}", call.get("custom") or {}, name) for name in ("name", "input")]
-        called = said.get("function_call") or {}
-        found += [(f"function.{name}", called, name) for name in ("name", "arguments")]
-        found.append(("audio.transcript", said.get("audio") or {}, "transcript"))
-        for i, detail in enumerate(said.get("reasoning_details") or ()):
-            found += [(f"detail.{detail.get('index', i)}.{name}", detail, name) for name in ("text", "summary")]
-    if isinstance(choice.get("stop_reason"), str):
-        # The stop word is what the model said last, and no part of the text.
-        found.append(("text" if "text" in choice else "content", choice, "stop_reason"))
-    there = [one for one in found if one[1].get(one[2])]
+    said = choice.get("delta") or choice.get("message") or {}
+    found = [("text", choice, "text"), *((name, said, name) for name in SPOKEN)]
+    for i, call in enumerate(said.get("tool_calls") or ()):
+        called, at = call.get("function") or {}, call.get("index", i)
+        found += [(f"tool.{at}.{name}", called, name) for name in ("name", "arguments")]
+        found += [(f"tool.{at}.custom.{name}", call.get("custom") or {}, name) for name in ("name", "input")]
+    called = said.get("function_call") or {}
+    found += [(f"function.{name}", called, name) for name in ("name", "arguments")]
+    found.append(("audio.transcript", said.get("audio") or {}, "transcript"))
+    for i, detail in enumerate(said.get("reasoning_details") or ()):
+        found += [(f"detail.{detail.get('index', i)}.{name}", detail, name) for name in ("text", "summary")]
+    # The stop word is what the model said last, and no part of the text.
+    found.append(("text" if isinstance(choice.get("text"), str) else "content", choice, "stop_reason"))
+    there = [one for one in found if _is_text(one[1].get(one[2]), one[2])]
     pieces = [Piece(index, channel, owner, key, traces=traces) for channel, owner, key in there]
     pieces += token_pieces(index, choice, "logprobs")
-    return [replace(pieces[0], tokens=_tokens(choice)), *pieces[1:]] if pieces else []
+    pieces = [replace(pieces[0], tokens=_tokens(choice)), *pieces[1:]] if pieces else []
+    pieces += prompt_pieces(index, choice)
+    return pieces + other_texts(index, choice, pieces)
+
+
+def _is_text(value: Any, name: str) -> bool:
+    """What is made of parts is read part by part; a tool's arguments may be JSON that is no text yet."""
+    return bool(value) and (isinstance(value, str) or (isinstance(value, dict) and name in MADE_OF))
 
 
 def _tokens(choice: Fields) -> int:
@@ -139,15 +148,19 @@ def _tokens(choice: Fields) -> int:
 
 
 def hide_token_ids(fields: Fields, answer: Any) -> bool:
-    """Take token ids out of an answer to a request with stop words: they go further than the text, and what they spell
-    is not known here. Whether there were any."""
-    if not fields.get("stop"):
-        return False
+    """Take token ids out of an answer where they may go further than its text, as what they spell is not known here:
+    past a stop word or token, and in a chat to whatever the engine's parsers leave out. Whether there were any."""
+    stops = bool(fields.get("stop") or fields.get("stop_token_ids"))
+    names = [
+        *(("token_ids",) if stops or "messages" in fields else ()),
+        *(("logprobs", "prompt_logprobs") if fields.get("return_tokens_as_token_ids") else ()),
+        *(("stop_reason",) if fields.get("stop_token_ids") else ()),
+    ]
     hidden = False
-    names = ("token_ids", "logprobs") if fields.get("return_tokens_as_token_ids") else ("token_ids",)
-    for choice in answer.get("choices") or () if isinstance(answer, dict) else ():
+    choices = (answer.get("choices") or () if isinstance(answer, dict) else ()) if names else ()
+    for choice in choices:
         for name in names:
-            if choice.get(name) is not None:
+            if choice.get(name) is not None and not isinstance(choice[name], str):
                 choice[name], hidden = None, True
     return hidden
 
@@ -160,7 +173,9 @@ def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
     choices = data.get("choices") or []
     if len(choices) < 2:
         return [(int(choices[0]["index"]) if choices else None, data)]
-    return [(int(choice["index"]), {**data, "choices": [choice]}) for choice in choices]
+    beside = {name: value for name, value in data.items() if name != "choices"}
+    # Each its own copy: what is taken out of one is not yet out of the others.
+    return [(int(choice["index"]), {**copy.deepcopy(beside), "choices": [choice]}) for choice in choices]
 
 
 def _ends(frame: bytes) -> bool:

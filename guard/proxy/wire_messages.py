@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from guard.proxy.other_texts import HEAD, other_texts
 from guard.proxy.wire import (
     Ending,
     Fields,
@@ -89,8 +90,16 @@ def _pieces(value: Any) -> list[Piece]:
         found += [(f"{i}.{name}", block, name) for name in (*SPOKEN, "name", "input")]
     # The stop word is what the model said last, and in no block.
     found += [("stop_sequence", owner, "stop_sequence") for owner in (delta, value)]
-    there = [one for one in found if one[1].get(one[2])]
-    return [Piece(0, channel, owner, name, 1 if i == 0 else 0) for i, (channel, owner, name) in enumerate(there)]
+    there = [one for one in found if _is_text(one[1].get(one[2]), one[2])]
+    read = [Piece(0, channel, owner, name, 1 if i == 0 else 0) for i, (channel, owner, name) in enumerate(there)]
+    begins = value.get("message") or {}
+    beside = other_texts(0, begins, read, at="message", known=HEAD)
+    return [*read, *beside, *other_texts(0, value, read, at=str(at), known={*HEAD, "message"})]
+
+
+def _is_text(value: Any, name: str) -> bool:
+    """What is made of parts is read part by part; a tool's input is JSON."""
+    return bool(value) and (isinstance(value, str) or (isinstance(value, dict) and name == "input"))
 
 
 def _words(channel: str) -> bool:

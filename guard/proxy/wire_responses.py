@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.other_texts import HEAD, other_texts
 from guard.proxy.wire import (
     TOKENS,
     Ending,
@@ -30,6 +31,16 @@ RESPONSES = "/v1/responses"
 ELSEWHERE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
 """Fields that put text into the prompt which is not in the request."""
 
+ECHOED = HEAD | {
+    *("instructions", "tools", "tool_choice", "text", "metadata", "user", "reasoning", "prompt", "truncation"),
+    *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "previous_response_id", "conversation"),
+    *("billing", "moderation"),
+}
+"""Of a response: what the request said, and what the answer as a whole is."""
+
+CALLED = ("mcp", "web_search_preview", "code_interpreter", "container")
+"""Kinds of tools that the engine calls itself: what they say is in the prompt of its next turn."""
+
 SUMMARIES = ("content", "summary")
 CLOSING = (b"response.completed", b"response.incomplete", b"response.failed")
 
@@ -43,6 +54,12 @@ def _check(fields: Fields) -> None:
             raise InvalidRequestError(f"input[{i}] must be an object", f"input[{i}]")
         if not isinstance(item.get("role", ""), str):
             raise InvalidRequestError(f"input[{i}].role must be a string", f"input[{i}].role")
+        if item.get("type") == "item_reference" or not item.keys() & {"type", "role", "content"}:
+            raise InvalidRequestError("an item elsewhere cannot be guarded: send the item itself", f"input[{i}]")
+    tools = fields.get("tools")
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, dict) and tool.get("type") in CALLED:
+            raise InvalidRequestError("a tool that the model server calls itself cannot be guarded", f"tools[{i}].type")
     for name in ELSEWHERE:
         if fields.get(name) is not None:
             raise InvalidRequestError(f"{name} cannot be guarded: send the conversation as input", name)
@@ -102,6 +119,16 @@ def _beside(fields: Fields) -> list[Slot]:
 
 
 def _pieces(value: Any) -> list[Piece]:
+    read = _read(value)
+    # A whole answer is what the last event of a stream has inside.
+    whole = value.get("object") == "response"
+    read += other_texts(0, value if whole else value.get("response"), read, known=ECHOED)
+    at = f"{value.get('output_index')}.{value.get('type')}.{value.get('content_index')}"
+    return read if whole else read + other_texts(0, value, read, at=at, known={"response"})
+
+
+def _read(value: Any) -> list[Piece]:
+    """The texts that this API is known to have."""
     kind = str(value.get("type", ""))
     if kind.endswith(".delta"):
         shown = token_pieces(0, value, "logprobs", at=f".{_channel(value, kind)}")
@@ -113,7 +140,6 @@ def _pieces(value: Any) -> list[Piece]:
     found: list[tuple[str, Any, Any]] = [(_channel(value, kind), value, name) for name in ended]
     found += _of_part(_channel(value, kind), value.get("part") or {})
     found += _of_item(str(value.get("output_index")), value.get("item") or {})
-    # A whole answer is what the last event of a stream has inside.
     answer = value if value.get("object") == "response" else value.get("response") or {}
     for i, item in enumerate(answer.get("output") or ()):
         found += _of_item(str(i), item)

@@ -101,6 +101,11 @@ class Ledger:
                 "ledger %s: %d entries are lost: it could not be written to until the end", self.path, self._failed
             )
 
+    @property
+    def delayed(self) -> int:
+        """Entries that the disk refused, or that wait behind such: still kept, in memory."""
+        return self._delayed
+
     def append(self, entry: Mapping[str, Any], content: Content | None = None) -> None:
         """Queue one entry; never blocks, never raises. ``content``: its text, if that may be kept; there
         is nowhere to keep it beside a ledger that is no file."""

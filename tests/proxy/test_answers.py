@@ -141,9 +141,13 @@ async def test_route_after_the_answer_asks_once_and_then_blocks(start_proxy: Sta
     text = policy("hold", stage="output", action="route", more="    route: {model: safe}\n")
     engine = FakeEngine(scripts=[LEAK, ("fine",)])
     async with running(engine), start_proxy(engine, text) as proxy:
-        status, _, body = await proxy.post({**BODY, "stream": stream})
+        status, headers, body = await proxy.post({**BODY, "stream": stream})
         assert (status, text_of(body, stream)) == (200, "fine")
         assert [one["model"] for one in engine.bodies] == ["tiny", "safe"]
+        # Of what the client gets; what became of the answer before it is in the ledger.
+        assert headers["x-guard-action"] == "allow"
+        answer = (await proxy.entry())["answer"]
+        assert (answer["action"], [one["action"] for one in answer["earlier"]]) == ("allow", ["route"])
         engine.scripts = [LEAK]
         assert (await proxy.post({**BODY, "stream": stream}))[0] == 400
         assert len(engine.bodies) == 4

@@ -14,7 +14,7 @@ from guard.proxy.services import EMBEDDINGS
 from tests.proxy.conftest import BLOCKED, BODY, CLEAN, POLICY, Proxy, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
-from tests.proxy.test_endpoints import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from tests.proxy.test_endpoints import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES, streams
 from tests.proxy.test_streaming import DONE, chunk, chunks, finishes, policy, said
 
 both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -279,6 +279,14 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a text to embed": (EMBEDDINGS, {"model": "tiny", "input": ["a", "s\u200becret"]}),
     "a message to embed": (EMBEDDINGS, {"model": "tiny", "messages": [{"role": "user", "content": "secret"}]}),
+    "a message as input": (EMBEDDINGS, {"model": "tiny", "input": [{"role": "user", "content": "secret"}]}),
+    "a part of a message as input": (
+        EMBEDDINGS, {"model": "tiny", "input": [{"role": "user", "content": [{"type": "text", "text": "secret"}]}]},
+    ),
+    "beside messages as input": (
+        EMBEDDINGS,
+        {"model": "tiny", "input": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": "secret"}},
+    ),
 }  # fmt: skip
 
 
@@ -578,16 +586,143 @@ async def test_no_field_of_an_answer_hides_a_word(start_proxy: StartProxy) -> No
             assert (await proxy.post(BODIES[path], path=path))[0] == 400, name
 
 
+def block(kind: str, **more: Any) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": 0, "content_block": {"type": kind, **more}}
+
+
+AT = {"item_id": "m", "output_index": 0, "content_index": 0}
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "annotations": (CHAT, {"delta": {"annotations": [{"type": "url_citation", "url_citation": {"title": "secret"}}]}}),
+    "thoughts in blocks": (CHAT, {"delta": {"thinking_blocks": [{"type": "thinking", "thinking": "secret"}]}}),
+    "a picture's address": (CHAT, {"delta": {"images": [{"image_url": {"url": "https://secret"}}]}}),
+    "a provider's own fields": (CHAT, {"delta": {"provider_specific_fields": {"a": [{"b": "secret"}]}}}),
+    "words in parts": (CHAT, {"delta": {"content": [{"type": "text", "text": "secret"}]}}),
+    "a call's id": (CHAT, {"delta": {"tool_calls": [{"index": 0, "id": "functions.secret:0", "function": {}}]}}),
+    "a kind that is none": (CHAT, {"delta": {"type": "a secret"}}),
+    "no text, and words": (CHAT, {"text": None, "delta": {"content": "secret"}}),
+    "a message and a delta": (CHAT, {"delta": {"content": "a"}, "message": {"content": "secret"}}),
+    "a field of tomorrow": (CHAT, {"tomorrow": [[{"x": "secret"}]]}),
+    "what was likely in the prompt": (CHAT, {"prompt_logprobs": [None, {"5": {"decoded_token": "secret"}}]}),
+    "data that is none": (CHAT, {"delta": {"audio": {"id": "a", "data": "secret"}}}),
+    "a field of a text's choice": (COMPLETIONS, {"text": "a", "tomorrow": "secret"}),
+    "an annotation": (
+        RESPONSES, {"type": "response.output_text.annotation.added", **AT, "annotation": {"title": "secret"}},
+    ),
+    "annotations of a part": (
+        RESPONSES,
+        {"type": "response.content_part.done", **AT, "part": {"text": "a", "annotations": [{"title": "secret"}]}},
+    ),
+    "tools elsewhere": (
+        RESPONSES,
+        {
+            "type": "response.output_item.done",
+            "item": {"type": "mcp_list_tools", "tools": [{"name": "f", "description": "secret"}]},
+        },
+    ),
+    "a failure": (RESPONSES, {"type": "response.failed", "response": {"error": {"message": "secret"}}}),
+    "raw output": (RESPONSES, {"type": "response.completed", "response": {"output_messages": [{"message": "secret"}]}}),
+    "an event of tomorrow": (RESPONSES, {"type": "response.tomorrow.delta", "delta": {"x": ["secret"]}}),
+    "a citation": (
+        MESSAGES,
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "citations_delta", "citation": {"a": "secret"}}},
+    ),
+    "what a search found": (MESSAGES, block("web_search_tool_result", content=[{"title": "secret"}])),
+    "content at once": (
+        MESSAGES, {"type": "message_start", "message": {"content": [{"type": "text", "text": "secret"}]}},
+    ),
+    "the id of a tool's use": (MESSAGES, block("tool_use", id="secret", name="f", input={})),
+}  # fmt: skip
+
+
+def unusual(path: str, one: dict[str, Any]) -> list[bytes]:
+    """Frames of a stream that has it between its first frame and its others."""
+    first, *others = streams(path, ("ok", " fine"))
+    if path in (CHAT, COMPLETIONS):
+        return [first, b"data: " + json.dumps({"choices": [{"index": 0, **one}]}).encode() + b"\n\n", *others]
+    event = f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode()
+    # These end a stream.
+    ends = one["type"] in ("response.failed", "response.completed")
+    return [first, *([*others[:-1], event] if ends else [event, *others])]
+
+
+@pytest.mark.parametrize("action", ["block", "redact"])
+@pytest.mark.parametrize("contract", ["hold", "window"])
+async def test_no_field_of_a_streams_events_hides_a_word(start_proxy: StartProxy, contract: str, action: str) -> None:
+    engine = FakeEngine()
+    more = "    redact: {replacement: '[X]'}\n" if action == "redact" else ""
+    async with running(engine), start_proxy(engine, policy(contract, action=action, more=more)) as proxy:
+        for number, (name, (path, one)) in enumerate(UNUSUAL.items(), start=1):
+            engine.frames = unusual(path, one)
+            status, _, raw = await proxy.post({**BODIES[path], "stream": True}, path=path)
+            assert b"secret" not in raw, name
+            assert (await proxy.entries(number))[-1]["action"] == action, name
+            # Nothing of a window's answer may have left yet.
+            assert status in {("hold", "block"): (400,), ("window", "block"): (200, 400)}.get(
+                (contract, action), (200,)
+            ), name
+
+
+async def test_what_is_no_text_of_an_answer_is_not_read_and_none_of_it_changed(start_proxy: StartProxy) -> None:
+    noise = {
+        "id": "chatcmpl-0123456789abcdef", "model": "secret", "system_fingerprint": "secret", "usage": {"a": "secret"},
+        "choices": [{"index": 0, "finish_reason": "secret", "message": {
+            "role": "secret", "content": "ok",
+            "tool_calls": [{"type": "secret", "id": "chatcmpl-tool-0123456789abcdef", "function": {"name": "f"}}],
+            "audio": {"id": "a", "data": "secret" * 9}, "images": [{"url": "data:image/png;base64,secret"}],
+        }}],
+    }  # fmt: skip
+    echo = {"id": "r", "object": "response", "output": [], "instructions": "secret", "metadata": {"a": "secret"}}
+    everything = policy("hold", action="redact", more="    redact: {replacement: '[X]'}\n").replace(
+        "{detector: text, at_least: 0.5}", "{detector: text, at_least: 0}"
+    )
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, everything) as proxy:
+        for path, value in ((CHAT, noise), (RESPONSES, echo)):
+            engine.body = json.dumps(value).encode()
+            status, _, raw = await proxy.post(BODIES[path], path=path)
+            got = json.loads(raw)
+            assert status == 200
+            for choice_got, choice_sent in zip(got.get("choices", ()), value.get("choices", ()), strict=True):
+                assert choice_got["message"].pop("content") == "[X]"
+                choice_sent["message"].pop("content")
+                assert choice_got["message"]["tool_calls"][0]["function"].pop("name") == "[X]"
+                choice_sent["message"]["tool_calls"][0]["function"].pop("name")
+            assert got == value
+
+
+async def test_what_several_choices_share_is_taken_out_of_each(start_proxy: StartProxy) -> None:
+    both_at_once = {
+        "beside": {"note": "a secret and a secret"},
+        "choices": [{"index": i, "delta": {"content": "ok"}, "finish_reason": None} for i in range(2)],
+    }
+    engine = FakeEngine(frames=[b"data: " + json.dumps(both_at_once).encode() + b"\n\n", DONE])
+    rules = policy("hold", action="redact", more="    redact: {replacement: ''}\n")
+    async with running(engine), start_proxy(engine, rules) as proxy:
+        assert b"secret" not in (await proxy.post({**BODY, "n": 2, "stream": True}))[2]
+
+
+IDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
+    "ids of a chat": (CHAT, {}, {"token_ids": [5, 6]}, False),
+    "ids with a stop word": (COMPLETIONS, {"stop": ["ret"]}, {"token_ids": [5, 6]}, False),
+    "ids with a stop token": (COMPLETIONS, {"stop_token_ids": [6]}, {"token_ids": [5, 6]}, False),
+    "the stop token": (CHAT, {"stop_token_ids": [6]}, {"stop_reason": [5, 6]}, False),
+    "logprobs by id": (CHAT, {"return_tokens_as_token_ids": True}, {"logprobs": {"content": [5, 6]}}, False),
+    "ids of a text that is all": (COMPLETIONS, {}, {"token_ids": [5, 6]}, True),
+}
+
+
 @both
-async def test_token_ids_beyond_the_text_never_leave_and_others_do(start_proxy: StartProxy, stream: bool) -> None:
-    ids = {"token_ids": [5, 6, 7]}
-    message = {"role": "assistant", "content": "ok"}
-    whole = {"id": "c", "choices": [{"index": 0, "message": message, "finish_reason": "stop", **ids}]}
-    frames = [chunk(0, {"content": "ok"}, **ids), chunk(0, {}, "stop", **ids), DONE]
-    engine = FakeEngine(frames=frames, body=json.dumps(whole).encode())
+@pytest.mark.parametrize("name", list(IDS))
+async def test_token_ids_beyond_the_text_never_leave_and_others_do(
+    start_proxy: StartProxy, name: str, stream: bool
+) -> None:
+    path, asked, shown_ids, leaves = IDS[name]
+    text = {"text": "ok"} if path == COMPLETIONS else {"delta": {"content": "ok"}, "message": {"content": "ok"}}
+    one = {"id": "c", "choices": [{"index": 0, "finish_reason": "stop", **text, **shown_ids}]}
+    engine = FakeEngine(frames=[b"data: " + json.dumps(one).encode() + b"\n\n", DONE], body=json.dumps(one).encode())
     async with running(engine), start_proxy(engine, policy("hold")) as proxy:
-        assert b"[5" not in (await proxy.post({**BODY, "stream": stream, "stop": ["ret"]}))[2]
-        assert b"[5" in (await proxy.post({**BODY, "stream": stream}))[2]
+        status, _, raw = await proxy.post({**BODIES[path], **asked, "stream": stream}, path=path)
+        assert (status, b"[5" in raw) == (200, leaves)
 
 
 ONE = {"role": "user", "content": "a"}

@@ -127,10 +127,15 @@ async def test_a_disk_that_is_full_for_a_while_costs_no_request_and_no_entry(tmp
         while not await metric('guard_ledger_entries_total{result="delayed"}'):
             await asyncio.sleep(0.02)
         assert proxy.ledger.stat().st_size == full
-        assert (await proxy.ask("GET", "/readyz"))[0] == 200
+        async with asyncio.timeout(10):
+            while (ready := await proxy.ask("GET", "/readyz"))[1]["ledger"] == "ok":
+                await asyncio.sleep(0.02)
+        assert (ready[0], ready[1]["status"], ready[1]["ledger"]) == (200, "ok", "degraded")
         resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
         async with asyncio.timeout(10):
             while await metric('guard_ledger_entries_total{result="written"}') < 45:
+                await asyncio.sleep(0.05)
+            while (await proxy.ask("GET", "/readyz"))[1]["ledger"] != "ok":
                 await asyncio.sleep(0.05)
         assert await metric('guard_ledger_entries_total{result="failed"}') == 0
         assert await metric('guard_ledger_entries_total{result="dropped"}') == 0

@@ -263,6 +263,19 @@ async def test_anthropics_client_reads_refusals_and_streams_that_are_cut(start_p
                 await stream.get_final_message()
 
 
+@every
+@pytest.mark.parametrize("contract", ["hold", "window", "observe"])
+async def test_every_apis_stream_ends_once_at_an_engines_error(
+    start_proxy: StartProxy, route: str, contract: str
+) -> None:
+    named = route in (MESSAGES, RESPONSES)
+    error = frame({"type": "error", "error": {"type": "x", "message": "died"}}, "error" if named else None)
+    engine = FakeEngine(frames=[error, *streams(route, LEAK)])
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        raw = (await proxy.post(body_of(route, True), path=route))[2]
+        assert raw == error + (b"" if named else END)
+
+
 async def test_a_stream_of_messages_ends_with_a_named_error_when_it_breaks(start_proxy: StartProxy) -> None:
     engine = FakeEngine(frames=streams(MESSAGES, LEAK)[:4])
     async with running(engine), start_proxy(engine) as proxy:
@@ -284,7 +297,15 @@ async def test_a_stream_of_messages_ends_with_a_named_error_when_it_breaks(start
         (RESPONSES, {"input": ["x"]}, "input[0]"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"background": True}, "background"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+        (RESPONSES, {"input": [{"role": "user", "content": "a"}, {"id": "msg_1"}]}, "input[1]"),
+        (RESPONSES, {"tools": [{"type": "mcp", "server_label": "a", "server_url": "http://a"}]}, "tools[0].type"),
+        (RESPONSES, {"tools": [{"type": "function", "name": "f"}, {"type": "container"}]}, "tools[1].type"),
         (RESPONSES, {"input": [{"role": "assistant", "content": "a", "status": "in_progress"}]}, "input[0].status"),
+        (RESPONSES, {"enable_response_messages": True}, "enable_response_messages"),
+        (RESPONSES, {"truncation": "auto"}, "truncation"),
+        (RESPONSES, {"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+        (MESSAGES, {"ec_transfer_params": {}}, "ec_transfer_params"),
         (RESPONSES, {"vllm_xargs": {"mia": "{}"}}, "vllm_xargs.mia"),
         (MESSAGES, {"messages": []}, "messages"),
         (MESSAGES, {"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -418,6 +439,50 @@ async def test_a_model_that_vllm_does_not_serve_is_a_404_with_its_code(
         assert error["type"] == "invalid_request_error"
         entry = await proxy.entry()
     assert (entry["outcome"], entry["error_code"], entry["tokens"]["charged"]) == ("refused", "model_not_found", 0)
+
+
+TURN = {"role": "user", "content": "one"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": [[TURN], [TURN]]}, "input"),
+        ({"input": [TURN, "two"]}, "input[1]"),
+        ({"input": ["one", TURN]}, "input[1]"),
+        ({"input": [{"content": "one"}]}, "input[0].role"),
+        ({"input": "one", "messages": [TURN]}, "input"),
+        ({"messages": [[TURN]]}, "messages[0]"),
+    ],
+)
+async def test_what_of_embeddings_cannot_be_guarded_is_refused(
+    proxy: Proxy, fields: dict[str, Any], param: str
+) -> None:
+    status, _, raw = await proxy.post({"model": "tiny", **fields}, path="/v1/embeddings")
+    assert (status, json.loads(raw)["error"]["param"]) == (400, param)
+    assert not proxy.engine.bodies
+
+
+async def test_a_conversation_to_embed_is_redacted_as_a_chat_is(start_proxy: StartProxy) -> None:
+    rules = """\
+version: 1
+name: test
+detectors:
+  text: {kind: words, scope: user.last}
+rules:
+  - name: leak
+    when: {detector: text, at_least: 0.5}
+    action: redact
+    redact: {messages: [user.last], replacement: gone}
+"""
+    asked = {"model": "tiny", "input": [{"role": "user", "content": "a secret"}, {"role": "user", "content": "secret"}]}
+    engine = FakeEngine(body=b'{"object":"list","data":[]}')
+    async with running(engine), start_proxy(engine, rules) as proxy:
+        status, headers, _ = await proxy.post(asked, path="/v1/embeddings")
+        assert (status, headers["x-guard-action"]) == (200, "redact")
+        (sent,) = engine.bodies
+        assert [one["content"] for one in sent["input"]] == ["a secret", "gone"]
+        assert "messages" not in sent
 
 
 async def test_other_paths_pass_where_the_operator_says_so_and_nowhere_else(start_proxy: StartProxy) -> None:

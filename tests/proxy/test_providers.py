@@ -9,7 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from guard.cli import app
+from guard.policy import PolicyError
 from guard.settings import SettingsError
 from tests.proxy.conftest import BODY, IMPATIENT, Proxy, StartProxy, eventually
 from tests.proxy.detectors import register
@@ -228,6 +231,29 @@ async def test_a_file_that_cannot_be_used_stops_the_start(
     with pytest.raises(SettingsError, match=message):
         async with start_proxy(FakeEngine(url="http://127.0.0.1:1"), POLICY, providers=tmp_path / "providers.yaml"):
             pass
+
+
+async def test_no_rule_routes_to_a_model_of_another_provider(
+    start_proxy: StartProxy, providers: Any, tmp_path: Path
+) -> None:
+    rules = POLICY + (
+        "  - {name: away, when: {detector: leak, at_least: 0.5}, action: route, route: {model: far}, on_error: allow}\n"
+    )
+    engine = FakeEngine(url="http://127.0.0.1:1")
+    path = providers(engine)
+    message = "rule 'away' routes to far, which another provider serves"
+    with pytest.raises(PolicyError, match=rf"policy.yaml:10: rules\.3\.route\.model: {message}"):
+        async with start_proxy(engine, rules, providers=path):
+            pass
+    lint = ["policy", "lint", str(tmp_path / "policy.yaml")]
+    assert CliRunner().invoke(app, lint).exit_code == 0
+    done = CliRunner().invoke(app, [*lint, "--providers", str(path)])
+    assert (done.exit_code, message in done.output) == (1, True)
+    assert message in CliRunner().invoke(app, lint, env={"GUARD_PROVIDERS": str(path)}).output
+    (tmp_path / "providers.yaml").write_text("version: 1\n")
+    assert "providers.yaml" in CliRunner().invoke(app, [*lint, "--providers", str(path)]).output
+    async with running(FakeEngine()) as vllm, start_proxy(vllm, rules.replace("model: far", "model: safe")) as proxy:
+        assert (await proxy.post(BODY))[0] == 200
 
 
 async def test_a_vllm_without_the_plugin_is_asked_for_nothing_it_cannot_do(start_proxy: StartProxy) -> None:

@@ -263,6 +263,55 @@ async def test_an_engines_error_in_mid_stream_passes_and_what_was_withheld_does_
         assert (await proxy.entry())["outcome"] == "upstream_error"
 
 
+DIED = {"message": "died", "type": "x", "param": None, "code": 500}
+ERRORS: dict[str, tuple[bytes, bytes]] = {
+    "alone": (b"data: " + json.dumps({"error": DIED}).encode(), b""),
+    "named": (b"event: error\ndata: " + json.dumps({"type": "error", "error": DIED}).encode(), b""),
+    "without spaces": (b'data:{"id":"c","error":"died"}', b'data: {"error":"died"}'),
+    "with a choice": (
+        b'data: {"error":{"message":"died","context":"secret"},"choices":[{"index":0,"delta":{"content":"secret"}}]}',
+        b'data: {"error":{"message":"died"}}',
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("contract", "action"), [*((one, "block") for one in CONTRACTS), ("hold", "redact"), ("window", "redact")]
+)
+@pytest.mark.parametrize("name", list(ERRORS))
+async def test_a_stream_ends_at_an_engines_error_and_nothing_after_it_leaves(
+    start_proxy: StartProxy, name: str, contract: str, action: str
+) -> None:
+    sent, got = ERRORS[name]
+    more = "    redact: {replacement: '[X]'}\n" if action == "redact" else ""
+    after = [chunk(0, {"content": "a secret"}), chunk(0, {}, "stop"), DONE]
+    engine = FakeEngine(frames=[chunk(0, {"content": "ok"}), sent + b"\n\n", *after])
+    async with (
+        running(engine),
+        start_proxy(engine, policy(contract, action=action, more=more)) as proxy,
+    ):
+        raw = (await proxy.post(STREAM))[2]
+        assert raw.endswith((got or sent) + b"\n\n" + DONE)
+        assert b"secret" not in raw
+        assert (await proxy.entry())["outcome"] == "upstream_error"
+
+
+@pytest.mark.parametrize("contract", ["hold", "window"])
+@pytest.mark.parametrize(
+    "disguise",
+    [b'data: {"error":null,', b'data: {"error":{},', b": ping\ndata: {", b": ping\rdata: {", b"event: errors\ndata: {"],
+)
+async def test_what_only_looks_like_an_error_or_a_comment_is_judged(
+    start_proxy: StartProxy, contract: str, disguise: bytes
+) -> None:
+    said_so = chunk(0, {"content": "a secret"}).replace(b"data: {", disguise)
+    engine = FakeEngine(frames=[said_so, chunk(0, {}, "stop"), DONE])
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        status, _, raw = await proxy.post(STREAM)
+        assert status in (400, 502) or finishes(chunks(raw)) == {0: "content_filter"}
+        assert b"secret" not in raw
+
+
 async def test_comments_pass_and_what_is_no_json_cannot_be_judged(start_proxy: StartProxy) -> None:
     good = [chunk(0, {"content": "a"}), chunk(0, {}, "stop"), DONE]
     engine = FakeEngine(frames=[b": ping\n\n", *good])

@@ -1,0 +1,90 @@
+"""Texts of an answer that stand where no API's own reading of it looks: in fields that are new, a provider's own, or
+meant for something else.
+
+Owns what in an answer is no text: what says which answer this is, kinds in one word, ids that a machine made, and bytes
+in base64. Every other string is one, whatever its field is called, so that no field passes unread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from guard.proxy.wire import KINDS, Piece
+
+HEAD = frozenset(
+    ("id", "object", "created", "created_at", "model", "system_fingerprint", "service_tier", "provider", "usage")
+)
+"""Of an answer as a whole: which it is and what it cost. No model writes there."""
+
+WORDS = KINDS | {"role", "object", "finish_reason", "native_finish_reason", "stop_reason", "reason", "format", "phase"}
+WORDS |= {"severity", "caller"}
+"""Fields that say in one word what something is, or why it ended."""
+
+WORD = re.compile(r"[A-Za-z0-9_.-]{0,64}")
+
+OPAQUE = frozenset(
+    ("encrypted_content", "signature", "thought_signature", "data", "b64_json", "partial_image_b64", "result")
+)
+"""Fields for bytes; and what is no base64 there is read."""
+
+NOISE = frozenset(("obfuscation",))
+"""Random letters that a provider adds so that nobody can tell lengths."""
+
+MADE_OF = frozenset(("input", "arguments", "parsed"))
+"""Fields whose objects a model made up, names and all: each is one text."""
+
+LOGPROBS = frozenset(("logprobs", "prompt_logprobs"))
+SPELT = frozenset(("content", "refusal", "tokens", "top_logprobs"))
+"""Of logprobs; these are read as what they spell."""
+
+BASE64 = re.compile(r"[A-Za-z0-9+/_-]{32,}={0,2}")
+DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[A-Za-z0-9+/_-]*={0,2}")
+ID = re.compile(
+    r"(?:(?:chatcmpl|cmpl|tool|call|msg|resp|rs|fc|toolu|srvtoolu|ws|fs|ci|mcp|mcpo|mcpl|lsh|cu|ig|ctc|req|gen|run)[-_])*"
+    r"(?:[A-Za-z0-9]{0,3}|[0-9a-f]{8,64}|[0-9a-f]{8}(?:-[0-9a-f]{4,12}){1,4}|(?=(?:[A-Za-z]*\d){3})[0-9A-Za-z]{16,64})"
+)
+"""As servers make them up. Some make one of what the model wrote: the name of a tool, say."""
+
+
+def other_texts(
+    choice: int, value: Any, read: Iterable[Piece], *, at: str = "", known: Collection[str] = ()
+) -> list[Piece]:
+    """All strings inside ``value`` that no piece of ``read`` has. ``at``: tells this place from others like it;
+    ``known``: fields of ``value`` itself that hold none."""
+    taken = {(id(piece.owner), piece.key) for piece in read if piece.spelt is None}
+    return [
+        Piece(choice, f"beside:{at}{path}:", owner, key) for path, owner, key in _strings(value, "", taken, set(known))
+    ]
+
+
+def _strings(
+    value: Any, path: str, taken: Collection[tuple[int, Any]], known: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    inside = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    for key, inner in inside:
+        if (id(value), key) in taken or key in known:
+            continue
+        # Parts of a list come one by one in a stream, and say themselves which they are.
+        place = inner.get("index", key) if isinstance(key, int) and isinstance(inner, dict) else key
+        if isinstance(inner, str):
+            if inner and not _is_no_text(key, inner):
+                yield f"{path}.{place}", value, key
+        elif key in MADE_OF and isinstance(inner, dict):
+            if inner:
+                yield f"{path}.{place}", value, key
+        elif key not in LOGPROBS or isinstance(inner, dict):
+            yield from _strings(inner, f"{path}.{place}", taken, SPELT if key in LOGPROBS else ())
+
+
+def _is_no_text(key: Any, text: str) -> bool:
+    if not isinstance(key, str):
+        return DATA_URL.fullmatch(text) is not None
+    return (
+        key in NOISE
+        or (key in WORDS and WORD.fullmatch(text) is not None)
+        or ((key == "id" or key.endswith("_id")) and ID.fullmatch(text) is not None)
+        or (key in OPAQUE and BASE64.fullmatch(text) is not None)
+        or DATA_URL.fullmatch(text) is not None
+    )
