@@ -21,6 +21,9 @@ DEFAULT_POLICY = Path(__file__).parent.parent / "policies" / "default.yaml"
 SHARED = ("running_pair", "server")
 """Fixtures of a session that start an engine."""
 
+# Two processes of tests share the cores: threads of one engine that wait in a loop would take those of the other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # litellm asks the network for prices when it is imported.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 

@@ -16,11 +16,11 @@ from tests.engine.engines import engine
 from tests.engine.tiny_models import ARCHITECTURES, MORE_ARCHITECTURES
 
 LAYERS, HEADS = (0, 1, 2, 3), tuple((layer, head) for layer in (1, 2, 3) for head in range(4))
-COMPILED = ("idefics3", "gemma2", "llama", "olmo2")
+COMPILED = ("gemma2", "llama")
 ALL = "MIA_ALL_ARCHITECTURES"
 """Environment variable that adds the rest: minutes more."""
 REST = MORE_ARCHITECTURES if os.environ.get(ALL) else ()
-REST_COMPILED = ("mixtral", "qwen3") if os.environ.get(ALL) else ()
+REST_COMPILED = ("idefics3", "mixtral", "olmo2", "qwen3") if os.environ.get(ALL) else ()
 CASES = [(name, False) for name in (*ARCHITECTURES, "idefics3", *REST)]
 CASES += [(name, True) for name in (*COMPILED, *REST_COMPILED)]
 # Lengths on both sides of the sliding windows (24) and of a step's tokens (128).
