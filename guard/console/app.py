@@ -99,7 +99,7 @@ def _session_routes(sessions: Sessions) -> APIRouter:
     router = APIRouter(prefix=f"{API}/session")
 
     @router.post("")
-    async def begin(request: Request) -> JSONResponse:
+    async def begin(request: Request) -> Response:
         _need_own_page(request)
         response = _json({"signed_in": True})
         response.set_cookie(
@@ -114,7 +114,7 @@ def _session_routes(sessions: Sessions) -> APIRouter:
         return response
 
     @router.get("")
-    async def known(request: Request) -> JSONResponse:
+    async def known(request: Request) -> Response:
         try:
             sessions.admin(request.headers, request.cookies.get(COOKIE))
         except InvalidKeyError:
@@ -122,7 +122,7 @@ def _session_routes(sessions: Sessions) -> APIRouter:
         return _json({"signed_in": True})
 
     @router.delete("")
-    async def end(request: Request) -> JSONResponse:
+    async def end(request: Request) -> Response:
         _need_own_page(request)
         sessions.end(request.cookies.get(COOKIE, ""))
         response = _json({"signed_in": False})
@@ -148,7 +148,7 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
         return found
 
     @router.get("/overview")
-    async def overview() -> JSONResponse:
+    async def overview() -> Response:
         current = services.policies.current
         return _json(
             {
@@ -161,7 +161,7 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
         )
 
     @router.get("/requests")
-    async def requests(after: int = 0, wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0) -> JSONResponse:
+    async def requests(after: int = 0, wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0) -> Response:
         """Those that ended after number ``after``, the oldest first; waits for one. ``newest`` is what to ask with
         next, at once where there are ``more``. A number from before a restart starts anew."""
         recent = services.recent
@@ -173,20 +173,20 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
             found = found[:MAX_LINES]
             newest = found[-1].number
 
-        def told() -> JSONResponse:
+        def told() -> Response:
             return _json({"newest": newest, "more": more, "requests": list(map(views.line, found))})
 
         # In a thread: the proxy's own requests do not wait for people who look on.
         return await asyncio.to_thread(told)
 
     @router.get("/requests/{number}")
-    async def request(number: int) -> JSONResponse:
+    async def request(number: int) -> Response:
         finished = finished_at(number)
         content = await contents.find(finished)
         return _json({**views.whole(finished), "content": _content(content) if content is not None else None})
 
     @router.post("/requests/{number}/inspection")
-    async def inspection(request: Request, number: int) -> JSONResponse:
+    async def inspection(request: Request, number: int) -> Response:
         finished = finished_at(number)
         content = await contents.find(finished)
         if content is None or not content.has_prompt or finished.judges is None:
@@ -196,7 +196,7 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
         return _json(await inspect(services, finished.judges.live, content, finished.record.request_id))
 
     @router.get("/playground")
-    async def choices() -> JSONResponse:
+    async def choices() -> Response:
         found = await asyncio.to_thread(playground.choices)
         live = {one.name for one in services.policies.current.policies}
         models = await names_of_models(services, "console")
@@ -205,7 +205,7 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
         )
 
     @router.post("/playground")
-    async def run(request: Request) -> JSONResponse:
+    async def run(request: Request) -> Response:
         caller: Caller = request.state.admin
         asked = _asked(await _body_of(request))
         found = await asyncio.to_thread(playground.choices)
@@ -216,7 +216,7 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
         return _json({"runs": [_run(one) for one in runs]})
 
     @router.get("/calibration")
-    async def calibration() -> JSONResponse:
+    async def calibration() -> Response:
         detectors = views.calibration(services.policies.current.policies)
         return _json({"detectors": detectors, "recent": _recent_scores(services)})
 
@@ -311,10 +311,12 @@ def _recent_scores(services: Services) -> dict[str, list[int]]:
     return counts
 
 
-def _json(value: Any) -> JSONResponse:
-    return JSONResponse(value, headers={**HEADERS, "cache-control": "no-store"})
+def _json(value: Any) -> Response:
+    # ASCII: what a client sent may have halves of surrogate pairs, which are no UTF-8.
+    body = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Response(body, headers={**HEADERS, "cache-control": "no-store"}, media_type="application/json")
 
 
-async def _invalid(_request: Request, error: Exception) -> JSONResponse:
+async def _invalid(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return JSONResponse(_refusal(error.errors()[0], ("query",)).to_wire(), 400)

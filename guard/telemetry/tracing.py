@@ -200,7 +200,7 @@ class _Spans:
         record, span = self._record, self._span
         model = record.model[:MAX_MODEL_CHARACTERS] if record.model is not None else None
         if model is not None and (operation := OPERATIONS.get(record.route)):
-            span.update_name(f"{operation} {model}")
+            span.update_name(_utf8(f"{operation} {model}"))
         told: dict[str, AttributeValue | None] = {
             # Required beside an operation; where nobody was asked, the guard gave the answer.
             "gen_ai.provider.name": (record.provider or SERVICE) if record.route in OPERATIONS else record.provider,
@@ -300,4 +300,11 @@ def decision_type(decision: Decision, *, shadow: bool = False) -> str:
 
 
 def _there(values: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:
-    return {name: value for name, value in values.items() if value is not None}
+    return {
+        name: _utf8(value) if isinstance(value, str) else value for name, value in values.items() if value is not None
+    }
+
+
+def _utf8(text: str) -> str:
+    """Halves of surrogate pairs, which JSON can spell, as escapes: one of them, and a whole batch of spans is lost."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -103,6 +103,14 @@ async def test_requests_are_told_as_they_end(console: Console) -> None:
     assert "private" not in json.dumps(told)
 
 
+async def test_a_name_that_is_no_unicode_hides_no_request(console: Console) -> None:
+    await console.chat(model="\ud800z")
+    await console.chat()
+    told = [await console.ask("GET", path) for path in ("/requests", "/requests/1")]
+    assert [status for status, _ in told] == [200, 200]
+    assert [one["model"] for one in told[0][1]["requests"]] == ["\ud800z", "tiny"]
+
+
 async def test_every_request_that_is_kept_is_told_to_who_comes_late(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

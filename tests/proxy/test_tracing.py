@@ -174,6 +174,20 @@ async def test_a_span_names_who_serves_the_model_and_what_the_answer_calls_it(
     assert "gen_ai.response.model" not in refused
 
 
+async def test_a_name_that_is_no_unicode_costs_nobody_a_trace(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(body=ANSWER.replace(b"served-name", b"\\ud800s"))
+    async with (
+        collecting(Collector()) as collector,
+        running(engine),
+        start_proxy(engine, otlp_endpoint=collector.url) as proxy,
+    ):
+        for model in ("tiny", "\ud800z", "tiny"):
+            await proxy.post({**BODY, "model": model})
+    # What is collected is what came in the end: all of them, or none.
+    assert {"chat tiny", "chat \\ud800z"} <= collector.spans.keys()
+    assert values(collector.spans["chat tiny"].attributes)["gen_ai.response.model"] == "\\ud800s"
+
+
 @pytest.mark.parametrize(
     ("logit", "decision", "outcome"), [(BLOCKED, "deny", "blocked"), (STEERED, "modify", "completed")]
 )
