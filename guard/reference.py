@@ -60,7 +60,7 @@ and `retry-after-ms`. No others pass, in either direction.
 which wait in memory; still ready).
 
 A request line and its headers may have 64 KiB together and 128 headers, else 431 and the connection is closed, before
-any key is asked for; two `Host` headers are a 400. Trailers are dropped.
+any key is asked for, with no entry in the ledger; two `Host` headers are a 400. Trailers are dropped.
 
 ## Streamed answers
 When an answer's tokens leave is the policy's `streaming` ([reference](policy-reference.md#the-file)):
