@@ -190,7 +190,7 @@ async def test_values_of_a_text_that_was_changed_are_said_to_be_of_another(
         async with opened(browser, console) as tab:
             for number, changed in ((1, 1), (2, 0)):
                 await tab.page.click(f"tr[data-number='{number}']")
-                await tab.page.click("text=Look inside")
+                await tab.page.click("button:has-text('Look inside')")
                 await tab.page.wait_for_selector(".tokens")
                 assert await tab.page.locator("text=Not the text that was judged (taken out").count() == changed
                 await tab.press("Escape")
