@@ -27,7 +27,7 @@ types: install ## Check types
 	@$(BIN)/mypy
 
 unit: install ## Run the tests, two processes side by side (PYTEST_ARGS="-k name" picks some)
-	@$(BIN)/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 gpu: install ## Run what needs an NVIDIA GPU: the kernels, and engines under CUDA graphs
 	@$(BIN)/pytest -p tests.engine.graphs_on_cuda tests/mia/test_kernels.py $(addprefix tests/engine/test_,$(addsuffix .py,cuda_graphs exactness steering scheduling idle tensor_parallel real_weights)) $(PYTEST_ARGS)

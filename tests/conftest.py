@@ -21,6 +21,9 @@ DEFAULT_POLICY = Path(__file__).parent.parent / "policies" / "default.yaml"
 SHARED = ("running_pair", "server")
 """Fixtures of a session that start an engine."""
 
+LONG = {"steering", "engine", "calibration", "test_v2.py"}
+"""Folders and files whose tests start engines of their own, or fit detectors."""
+
 # Two processes of tests share the cores: threads of one engine that wait in a loop would take those of the other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -33,8 +36,10 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For pytest-xdist: what shares an engine stays in one process, and what shares a module's fixtures, too.
 
-    The longest file, a test for each architecture, shares nothing: its tests run wherever there is room.
+    The longest file, a test for each architecture, shares nothing: its tests run wherever there is room. What takes
+    minutes comes first, so that at the end there are short ones for both processes.
     """
+    items.sort(key=lambda item: LONG.isdisjoint((item.path.name, item.path.parent.name)))
     for item in items:
         names: list[str] = getattr(item, "fixturenames", [])
         group = next((name for name in SHARED if name in names), str(item.path))
