@@ -100,9 +100,10 @@ def _recorded(entry: Entry) -> Recorded | None:
     try:
         shadow, answer = entry.get("shadow") or {}, entry.get("answer") or {}
         scores = _scores(entry)
-        by_digest = {without_file(digest): scores[name] for name, digest in entry.get("measured", {}).items()}
+        digests = _digests(entry)
+        by_digest = {digest: scores[name] for name, digest in digests.items()}
         beside = _scores(shadow) if shadow else {}
-        by_digest |= {without_file(digest): beside[name] for name, digest in shadow.get("measured", {}).items()}
+        by_digest |= {digest: beside[name] for name, digest in _digests(shadow).items()}
         return Recorded(
             request_id=str(entry["request_id"]),
             client_request_id=entry.get("client_request_id"),
@@ -113,7 +114,7 @@ def _recorded(entry: Entry) -> Recorded | None:
             reason=entry["reason"],
             assignment=entry.get("assignment"),
             scores=scores,
-            digests={name: without_file(digest) for name, digest in entry.get("measured", {}).items()},
+            digests=digests,
             by_digest=by_digest,
             gates={str(rule): dict(told) for rule, told in entry.get("gates", {}).items()},
             whole_action=str(entry["action"]),
@@ -138,9 +139,14 @@ def _answer(told: Mapping[str, Any]) -> RecordedAnswer:
         complete=None if complete is None else bool(complete),
         whole=whole,
         end=whole | {str(name): _spread(one) for name, one in told.get("at_end", {}).items()},
-        digests={name: without_file(digest) for name, digest in told.get("measured", {}).items()},
+        digests=_digests(told),
         beside=_answer(shadow) if (shadow := told.get("shadow")) else None,
     )
+
+
+def _digests(told: Mapping[str, Any]) -> dict[str, str]:
+    """What each detector measured, by its name; none in lines of versions that did not write it."""
+    return {name: without_file(digest) for name, digest in told.get("measured", {}).items()}
 
 
 def _spread(told: Mapping[str, Any]) -> Spread:

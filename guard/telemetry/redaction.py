@@ -94,7 +94,6 @@ CARD_GROUPS = ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 4, 4, 3), *((length,) 
 
 CARD_DIGITS = range(13, 20)
 
-
 Redact = Callable[[str, Counter[str]], str]
 """A text without what is to be taken out; how often is counted by what it was."""
 
