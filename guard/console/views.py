@@ -15,7 +15,7 @@ from guard.policy import BoundPolicy, Decision
 from guard.policy.dissect import dissect
 from guard.policy.schema import SEVERITY, Stage
 from guard.telemetry.recent import Finished
-from guard.telemetry.record import MAX_MODEL_CHARACTERS, Answered, RequestRecord
+from guard.telemetry.record import Answered, RequestRecord
 
 STAGES: tuple[Stage, ...] = ("prompt", "stream", "output")
 
@@ -32,7 +32,7 @@ def line(finished: Finished) -> Json:
         "time": record.started_at.isoformat(timespec="milliseconds"),
         "request_id": record.request_id,
         "route": record.route,
-        "model": record.model[:MAX_MODEL_CHARACTERS] if record.model is not None else None,
+        "model": record.model_told,
         "policy": record.policy,
         "assignment": record.assignment,
         "key": record.key,

@@ -160,6 +160,11 @@ class RequestRecord:
         return self.earlier_tokens + prompt + completion
 
     @property
+    def model_told(self) -> str | None:
+        """The model that the client named, as far as it is told."""
+        return self.model[:MAX_MODEL_CHARACTERS] if self.model is not None else None
+
+    @property
     def shadow_action(self) -> str:
         """What the shadow policy would have done, with prompt and answer the more severe; ``none`` without one."""
         answered = self.answer.shadow if self.answer else None
@@ -199,7 +204,7 @@ class RequestRecord:
             "route": self.route,
             "key": self.key,
             "tenant": self.tenant,
-            "model": self.model[:MAX_MODEL_CHARACTERS] if self.model is not None else None,
+            "model": self.model_told,
             "streamed": self.streamed,
             "policy": self.policy,
             "policy_hash": self.policy_hash,

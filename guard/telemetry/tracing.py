@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from detectors.base import Score
 from guard import __version__
 from guard.policy import Decision
-from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
+from guard.telemetry.record import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -198,7 +198,7 @@ class _Spans:
         from opentelemetry.trace import StatusCode
 
         record, span = self._record, self._span
-        model = record.model[:MAX_MODEL_CHARACTERS] if record.model is not None else None
+        model = record.model_told
         if model is not None and (operation := OPERATIONS.get(record.route)):
             span.update_name(_utf8(f"{operation} {model}"))
         told: dict[str, AttributeValue | None] = {
