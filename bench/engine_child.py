@@ -155,7 +155,7 @@ class Engine:
             spec = parse_spec(text)
             self.mia.engine_config.check(spec, vectors)
             one.extra_args = None
-            contexts.append(RequestContext(spec, vectors))
+            contexts.append(RequestContext(spec, vectors, self.mia.engine_facts))
         return contexts
 
     def _hook_copies(self) -> int:

@@ -28,10 +28,11 @@ def bits(values: npt.NDArray[np.float32]) -> Words:
 
 class Control:
     """tensor: ``[capacity]`` int32 on the model's device; words ``2 t`` and ``2 t + 1`` are tap t's begin and count.
-    ``acts``: whether the one on the device may have any entry."""
+    ``entry_words``: room behind the header. ``acts``: whether the one on the device may have any entry."""
 
     def __init__(self, taps: int, entry_words: int, device: torch.device) -> None:
         self._header = 2 * taps
+        self.entry_words = entry_words
         self.tensor = torch.zeros(self._header + entry_words, dtype=torch.int32, device=device)
         self._host = np.zeros(len(self.tensor), np.int32)
         self._used = self._header

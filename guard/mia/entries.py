@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -31,20 +32,9 @@ class SteerRun:
     gate: int
     seen: int
 
-    @property
+    @cached_property
     def length(self) -> int:
         return sum(window.length for window in self.windows)
-
-    def passes(self, dose: int) -> Words:
-        """``[length, words of a pass]``. New tokens come after whatever has opened a gate; old ones have to look."""
-        out = np.empty((self.length, STEER_PASS_WORDS), np.int32)
-        steer = self.steer
-        scales = bits(np.asarray([steer.coefficient, steer.target or 0.0], np.float32))
-        out[:, :6] = self.vector, MODES[steer.method], *scales, steer.preserve_norm, self.gate
-        tokens = _counted((window.start, window.length) for window in self.windows)
-        out[:, 6] = np.where(tokens < self.seen, tokens, SHUT - 1)
-        out[:, 7] = np.arange(dose, dose + self.length)
-        return out
 
 
 class SlotPool:
@@ -138,6 +128,10 @@ def _counted(runs: Iterable[tuple[int, int]]) -> npt.NDArray[np.int32]:
 
 def _gather_entries(placed: list[tuple[Window, int]], heads: tuple[int, ...] = (0,), of: int = 1) -> Words:
     """Rows and the slots that they are copied to: of a source that has ``of`` heads for each token, these ``heads``."""
+    if len(placed) == 1 and placed[0][0].length == 1:
+        # The last token of one prompt, which waits for its first token: numpy's calls take five times as long.
+        ((window, first),) = placed
+        return np.array([(window.row * of + head, first + i) for i, head in enumerate(heads)], np.int32)
     tokens = _counted((window.row, window.length) for window, _ in placed)
     slots = _counted((slot, window.length * len(heads)) for window, slot in placed)
     rows = tokens[:, None] * of + np.asarray(heads, np.int32)
@@ -146,9 +140,33 @@ def _gather_entries(placed: list[tuple[Window, int]], heads: tuple[int, ...] = (
 
 def _put_steering(control: Control, tap: int, runs: list[tuple[SteerRun, int]]) -> None:
     """One entry for each row, and its passes in the order of the request's steerings, which is that of ``runs``."""
-    rows = np.concatenate([_counted((w.row, w.length) for w in run.windows) for run, _ in runs])
-    passes = np.concatenate([run.passes(dose) for run, dose in runs])
+    rows = _counted((window.row, window.length) for run, _ in runs for window in run.windows)
     order = np.argsort(rows, kind="stable")
-    begin = control.append(passes[order])
+    begin = control.append(_passes(runs)[order])
     unique, first, count = np.unique(rows[order], return_index=True, return_counts=True)
     control.put(tap, np.stack([unique, begin + STEER_PASS_WORDS * first, count], axis=1).astype(np.int32))
+
+
+def _passes(runs: list[tuple[SteerRun, int]]) -> Words:
+    """``[tokens of all runs, words of a pass]``. Nothing is made for each run alone: there may be hundreds."""
+    lengths = [run.length for run, _ in runs]
+    steers = [run.steer for run, _ in runs]
+    out = np.empty((sum(lengths), STEER_PASS_WORDS), np.int32)
+
+    def per_run(values: Iterable[int]) -> Words:
+        return np.repeat(np.array(list(values), np.int32), lengths)
+
+    def floats_per_run(values: Iterable[float]) -> Words:
+        return np.repeat(bits(np.array(list(values), np.float32)), lengths)
+
+    out[:, 0] = per_run(run.vector for run, _ in runs)
+    out[:, 1] = per_run(MODES[steer.method] for steer in steers)
+    out[:, 2] = floats_per_run(steer.coefficient for steer in steers)
+    out[:, 3] = floats_per_run(steer.target or 0.0 for steer in steers)
+    out[:, 4] = per_run(steer.preserve_norm for steer in steers)
+    out[:, 5] = per_run(run.gate for run, _ in runs)
+    tokens = _counted((window.start, window.length) for run, _ in runs for window in run.windows)
+    # New tokens come after whatever has opened a gate; old ones have to look.
+    out[:, 6] = np.where(tokens < per_run(run.seen for run, _ in runs), tokens, SHUT - 1)
+    out[:, 7] = _counted((dose, run.length) for run, dose in runs)
+    return out

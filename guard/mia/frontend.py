@@ -59,22 +59,38 @@ class PreparedPrompt:
     asked: Asked
 
 
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the front end knows of its engine, asked once: vLLM goes through all installed packages to say which model
+    runner it has, which takes 25 ms.
+
+    ``keys_from_cache``: whether the workers read keys from vLLM's cache, so that cached prompts need not be computed
+    again. ``hidden_size``: of the model.
+    """
+
+    keys_from_cache: bool = False
+    hidden_size: int = 0
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> EngineFacts:
+        cuda = config.device_config.device_type == "cuda"
+        return cls(cuda and config.use_v2_model_runner, config.model_config.get_hidden_size())
+
+
 @dataclass
 class RequestContext:
     """One request's spec, what rendering found, and the readouts as they arrive.
 
     ``vectors``: digests of the engine's steering vectors by name. ``max_grown_bytes``: most that what grows with one
-    answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``keys_from_cache``: see the function
-    of that name. ``hidden_size``: of the model. ``shows_progress``: whether what grows can leave before the answer's
-    end. ``prompts``: by request id.
+    answer may take; ``max_answer_bytes``: most that an answer over HTTP may hold. ``shows_progress``: whether what
+    grows can leave before the answer's end. ``prompts``: by request id.
     """
 
     spec: MiaSpec
     vectors: dict[str, str] = field(default_factory=dict)
+    engine: EngineFacts = field(default_factory=EngineFacts)
     max_grown_bytes: int = 2**63
     max_answer_bytes: int = 2**63
-    keys_from_cache: bool = False
-    hidden_size: int = 0
     shows_progress: bool = False
     messages: list[LocatedMessage] | SpanError = field(default_factory=lambda: SpanError(NO_MESSAGES))
     prompts: dict[str, PreparedPrompt] = field(default_factory=dict)
@@ -148,7 +164,11 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
             for name, reason in resolved.unavailable.items()
         },
         asked=Asked(
-            spec, len(ids), len(ids) + (params.max_tokens or len(ids)), context.hidden_size, context.max_grown_bytes
+            spec,
+            len(ids),
+            len(ids) + (params.max_tokens or len(ids)),
+            context.engine.hidden_size,
+            context.max_grown_bytes,
         ),
     )
     if resolved.unavailable and not spec.asks:
@@ -161,16 +181,11 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
     if asked["steered_from"] is not None:
         asked["steering_key"] = steering_key(spec, context.vectors)
     params.extra_args = {**(params.extra_args or {}), "mia": asked}
-    keys_from_cache = context.keys_from_cache
+    keys_from_cache = context.engine.keys_from_cache
     if any(reads_whole_prompt(capture, keys_from_cache=keys_from_cache) for capture in spec.captures.values()):
         # Tokens of cached blocks never pass the taps.
         params.skip_reading_prefix_cache = True
     return prompt, params
-
-
-def keys_from_cache(config: VllmConfig) -> bool:
-    """Whether the engine's workers read keys from vLLM's cache, so that cached prompts need not be computed again."""
-    return config.device_config.device_type == "cuda" and config.use_v2_model_runner
 
 
 def steering_key(spec: MiaSpec, vectors: dict[str, str]) -> str:

@@ -97,6 +97,8 @@ class MiaLLM:
 
         from vllm import LLM
 
+        from guard.mia.frontend import EngineFacts
+
         vllm_args.setdefault("enforce_eager", True)
         additional = {ADDITIONAL_CONFIG_KEY: setup.compat.model_dump(mode="json", exclude_defaults=True)}
         if engine_config is not None:
@@ -107,6 +109,7 @@ class MiaLLM:
         if taps is None or compat is None:
             raise CompatError("vLLM did not load the plugin mia: VLLM_PLUGINS must be unset, or name it")
         self.engine_config = taps
+        self.engine_facts = EngineFacts.of(self.llm.llm_engine.vllm_config)
         self._compat = compat
         self._request_keys = setup.request_keys if enable_hook else {}
         self._last_run: tuple[str, Any] | None = None
@@ -136,7 +139,7 @@ class MiaLLM:
         from vllm import SamplingParams
         from vllm.renderers.params import ChatParams
 
-        from guard.mia.frontend import RequestContext, active, keys_from_cache
+        from guard.mia.frontend import RequestContext, active
 
         specs = [spec] * len(conversations) if isinstance(spec, MiaSpec) else list(spec)
         if len(specs) != len(conversations):
@@ -147,12 +150,10 @@ class MiaLLM:
         renderer = self.llm.renderer
         chat_params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
         tokenize = replace(renderer.default_chat_tok_params, return_token_offsets=True)
-        vllm_config = self.llm.llm_engine.vllm_config
-        cached, hidden_size = keys_from_cache(vllm_config), vllm_config.model_config.get_hidden_size()
         contexts: dict[str, RequestContext] = {}
         with self._whole_batch() as add:
             for conversation, one in zip(conversations, specs, strict=True):
-                context = RequestContext(one, vectors, keys_from_cache=cached, hidden_size=hidden_size)
+                context = RequestContext(one, vectors, self.engine_facts)
                 with active(context):
                     _, (rendered,) = renderer.render_chat([list(conversation)], chat_params, tokenize)
                     request_id = add(rendered, SamplingParams(**{"temperature": 0.0, **sampling}), context)
@@ -187,7 +188,7 @@ class MiaLLM:
         from vllm.renderers.inputs.preprocess import parse_model_prompt, prompt_to_seq
 
         from guard.mia.analyzers.probes import in_batch, probes_of
-        from guard.mia.frontend import RequestContext, active, keys_from_cache
+        from guard.mia.frontend import RequestContext, active
 
         if run_id is not None:
             check_run_id(run_id)
@@ -196,16 +197,10 @@ class MiaLLM:
         vectors = self.vectors()
         specs = [self._spec(one.extra_args or {}, vectors) if use_hook else None for one in params]
         save_to_disk = save_to_disk or any((one.extra_args or {}).get("save_to_disk") for one in params)
-        vllm_config = self.llm.llm_engine.vllm_config
-        cached, hidden_size = keys_from_cache(vllm_config), vllm_config.model_config.get_hidden_size()
         contexts: dict[str, RequestContext | None] = {}
         with self._whole_batch() as add:
             for prompt, one, spec in zip(asked, params, specs, strict=True):
-                context = (
-                    None
-                    if spec is None
-                    else RequestContext(spec, vectors, keys_from_cache=cached, hidden_size=hidden_size)
-                )
+                context = None if spec is None else RequestContext(spec, vectors, self.engine_facts)
                 others = without_keys(one.extra_args or {})
                 others.pop("mia", None)
                 one.extra_args = others or None

@@ -93,6 +93,7 @@ class Reader:
         # CUDA alone has streams; a CPU's copies are made where they are asked for.
         self._side = torch.cuda.Stream() if buffers.hidden_pool.is_cuda else None  # type: ignore[no-untyped-call]
         self._rows_sent: torch.cuda.Event | None = None
+        self._control: Control | None = None
         self.keys: KeySource = keys or self._gathered
 
     def read(self, plan: StepPlan) -> StepCopies | None:
@@ -159,7 +160,10 @@ class Reader:
             return _Tables(self._buffers.control.tensor, 0, 0)
         if len(gates):
             gates[:, 1] += plan.offset
-        tables = Control(2, masses.size + gates.size + len(plan.span_words), self._buffers.bank.device)
+        words = masses.size + gates.size + len(plan.span_words)
+        if self._control is None or self._control.entry_words < words:
+            self._control = Control(2, 2 * words, self._buffers.bank.device)
+        tables = self._control
         tables.begin()
         begin = tables.append(np.asarray(plan.span_words, np.int32))
         if len(masses):

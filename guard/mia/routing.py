@@ -340,7 +340,8 @@ class Router:
                     windows, steer, self._bank.slot(steer.vector), tracked.gates.get(i, NO_GATE), tracked.seen
                 )
                 begin = filling.steer(run)
-                old = sum(window.clip(0, tracked.seen).length for window in windows)
+                again = tracked.seen > rows.start
+                old = sum(window.clip(0, tracked.seen).length for window in windows) if again else 0
                 one.steer.append(SteerChunk(i, begin, begin + old, begin + run.length))
 
     def _steady_from(self, batch: BatchView, places: list[int], plan: StepPlan) -> _Steady | None:

@@ -22,7 +22,7 @@ from guard.mia.artifacts import FileFormat, dropped, without_values
 from guard.mia.compat import CompatConfig, compat_of
 from guard.mia.compat_request import asks, requested_spec, without_keys
 from guard.mia.engine_config import EngineConfig, configured
-from guard.mia.frontend import RequestContext, active, keys_from_cache
+from guard.mia.frontend import EngineFacts, RequestContext, active
 from guard.mia.metrics import engine_metrics
 from guard.mia.results import EVENT_OBJECT, Readout, Readouts, not_complete, size_bytes
 from guard.mia.spec import MiaSpec, SpecError
@@ -53,6 +53,7 @@ class MiaMiddleware:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
         self._taps: EngineConfig | None = None
+        self._engine = EngineFacts()
         self._compat: CompatConfig | None = None
         self._writers = ThreadPoolExecutor(WRITERS, "mia-artifacts")
 
@@ -71,6 +72,7 @@ class MiaMiddleware:
             if self._taps is None:
                 self._taps = _config(scope["app"])
                 self._compat = compat_of(scope["app"].state.vllm_config.additional_config)
+                self._engine = EngineFacts.of(scope["app"].state.vllm_config)
             vectors = vectors_of(scope["app"])
             digests = await vectors.digests() if self._taps.steering_layers else {}
             spec = requested_spec(request["vllm_xargs"], self._compat, self._taps, digests)
@@ -80,15 +82,13 @@ class MiaMiddleware:
         except SpecError as error:
             engine_metrics().refused_specs.inc()
             return await _send_error(send, error)
-        vllm_config = scope["app"].state.vllm_config
         progress = request.get("stream") is True and spec.deliver == "answer" and spec.progress_tokens is not None
         context = RequestContext(
             spec,
             digests,
+            self._engine,
             self._taps.max_host_bytes,
             self._taps.max_answer_bytes,
-            keys_from_cache(vllm_config),
-            vllm_config.model_config.get_hidden_size(),
             progress,
         )
         if spec.needs_messages:

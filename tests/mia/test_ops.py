@@ -171,9 +171,10 @@ def steered(
     limit: float = inf,
     opened_at: Sequence[int] = (),
     bank: torch.Tensor = BANK,
-) -> tuple[Array, list[float]]:
-    """The oracle, in float64: the stream after all passes, and their doses."""
-    stream, doses = stream.copy(), []
+) -> tuple[Array, list[float], Array]:
+    """The oracle, in float64: the stream after all passes, their doses, and by what factor each row's rounding grows
+    where a short remainder is stretched to the stream's norm."""
+    stream, doses, growth = stream.copy(), [], np.ones((len(stream), 1))
     for row, steps in passes.items():
         start = stream[row].copy()
         for p in steps:
@@ -184,20 +185,22 @@ def steered(
             u = v / np.linalg.norm(v)
             after = {ADD: s + c * v, PROJECT: s + c * (p.target - s @ u) * u, REPLACE: c * v}[p.mode]
             if p.keep_norm and np.linalg.norm(after) > 1e-4 * np.linalg.norm(s):
-                after = after * np.linalg.norm(s) / np.linalg.norm(after)
+                stretch = np.linalg.norm(s) / np.linalg.norm(after)
+                after, growth[row] = after * stretch, growth[row] * max(1.0, stretch)
             dose = np.linalg.norm(after - start) / np.linalg.norm(start)
             doses.append(dose)
             stream[row] = start + (after - start) * (1.0 if dose <= limit else limit / dose)
-    return stream, [*doses, UNTOUCHED]
+    return stream, [*doses, UNTOUCHED], growth
 
 
 def assert_steered(
     got: Steered, hidden: torch.Tensor, residual: torch.Tensor | None, passes: dict[int, list[Pass]], **how: Any
 ) -> None:
     base = np.zeros(hidden.shape) if residual is None else residual.double().numpy()
-    expected, doses = steered(hidden.double().numpy() + base, passes, **how)
-    np.testing.assert_allclose(got.hidden.double().numpy(), expected - base, atol=1e-5, rtol=HALF_STEP[hidden.dtype])
-    np.testing.assert_allclose(got.doses.numpy(), doses, rtol=1e-5, atol=1e-6)
+    expected, doses, growth = steered(hidden.double().numpy() + base, passes, **how)
+    actual, expected = got.hidden.double().numpy() / growth, (expected - base) / growth
+    np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=HALF_STEP[hidden.dtype])
+    np.testing.assert_allclose(got.doses.numpy(), doses, rtol=1e-5 * growth.max(), atol=1e-6)
     others = sorted(set(range(len(hidden))) - set(passes))
     assert torch.equal(got.hidden[others], hidden[others])
 
