@@ -16,11 +16,10 @@ ASKED = {"vllm_xargs": {"mia": json.dumps(SPEC)}}
 class SlowToSay:
     """A vLLM configuration of an engine on CUDA that counts how often it is asked what takes long."""
 
-    additional_config = {"mia": {"attention_heads": [[1, 0]]}}
-    device_config = SimpleNamespace(device_type="cuda")
-    model_config = SimpleNamespace(get_hidden_size=lambda: 64)
-
     def __init__(self) -> None:
+        self.additional_config = {"mia": {"attention_heads": [[1, 0]]}}
+        self.device_config = SimpleNamespace(device_type="cuda")
+        self.model_config = SimpleNamespace(get_hidden_size=lambda: 64)
         self.asked = 0
 
     @property
