@@ -171,6 +171,11 @@ class Assembler:
     def _end(self) -> int:
         return self._first + len(self._log)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether ``prompt`` or ``progress`` may have something of any request."""
+        return bool(self._due or self._progressing)
+
     def take(self, record: StepRecord, asked: Mapping[str, Asked]) -> None:
         """Keep a step's record. ``asked``: of the requests that have not ended; some may have since the step began."""
         if not self._log or self._log[-1].layout is not record.layout:

@@ -350,22 +350,23 @@ def _process_outputs(original: Any, processor: OutputProcessor, outputs: Any, *a
         if output.kv_transfer_params and "mia" in output.kv_transfer_params:
             inbox.receive(output.kv_transfer_params.pop("mia"))
             output.kv_transfer_params = output.kv_transfer_params or None
-        waiting = inbox.waiting.get(output.request_id)
-        if waiting is not None and (items := inbox.prompt(output.request_id)) is not None:
+        if inbox.has_news and (waiting := inbox.waiting.get(output.request_id)) is not None:
             choice: Choice = waiting.destination
-            prompt = choice.prompt
-            items |= prompt.unavailable
-            read.append(choice)
-            _measure(items, inbox, "prompt")
-            choice.context.deliver(_readouts(prompt, items, prompt.token_ids, choice.index, "prompt"))
-        if waiting is not None and not output.finished and waiting.destination.context.shows_progress:
-            _show_progress(waiting.destination, inbox.progress(output.request_id))
+            if (items := inbox.prompt(output.request_id)) is not None:
+                prompt = choice.prompt
+                items |= prompt.unavailable
+                read.append(choice)
+                _measure(items, inbox, "prompt")
+                choice.context.deliver(_readouts(prompt, items, prompt.token_ids, choice.index, "prompt"))
+            if not output.finished and choice.context.shows_progress:
+                _show_progress(choice, inbox.progress(output.request_id))
+    alive = len(processor.request_states)
     processed = original(processor, outputs, *args, **kwargs)
     for choice in read:
         # vLLM has taken the times over by now, if it keeps any.
         if (stats := choice.state.stats) is not None:
             engine_metrics().queue_wait.observe(max(0.0, stats.scheduled_ts - stats.queued_ts))
-    for output in outputs:
+    for output in outputs if len(processor.request_states) < alive else ():
         if output.request_id in inbox.waiting and output.request_id not in processor.request_states:
             choice = inbox.waiting[output.request_id].destination
             items, steering = inbox.end(output.request_id)

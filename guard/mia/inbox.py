@@ -46,6 +46,11 @@ class Inbox:
             assembler.take(record, self._asked)
             self.step_ended_at_s = record.ended_at_s
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a prompt's readouts may be there, or progress: most steps of most answers bring neither."""
+        return any(assembler.has_news for assembler in self._assemblers.values())
+
     def prompt(self, request_id: str) -> dict[str, Readout] | None:
         """The readouts of a prompt, once, as soon as they are all there."""
         assembler = self._assembler_of(request_id)

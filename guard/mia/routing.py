@@ -176,15 +176,24 @@ class Router:
             if not tracked.needs_keys_until:
                 self._release_keys(tracked)
         self._prompts_read = []
-        asking = [(i, id_) for i, id_ in enumerate(batch.request_ids) if id_ in self.requests] if self.requests else []
+        asking = self._asking(batch)
         if not asking:
             self._buffers.control.clear()
             return None
         plan, filling = StepPlan(StepLayout(0, {})), Filling(self._buffers)
-        requests = {id_: self._route(batch, i, self.requests[id_], filling, plan) for i, id_ in asking}
+        requests = {batch.request_ids[i]: self._route(batch, i, tracked, filling, plan) for i, tracked in asking}
         self._finish(plan, requests, filling)
         self._steady = self._steady_from(batch, [i for i, _ in asking], plan)
         return plan
+
+    def _asking(self, batch: BatchView) -> list[tuple[int, Tracked]]:
+        """Places in the batch and requests, of those that this step does anything for. Most that are guarded are read
+        at their prompt's end and cost nothing after it."""
+        if not self.requests:
+            return []
+        known = ((i, self.requests.get(request_id)) for i, request_id in enumerate(batch.request_ids))
+        # Where the step begins counts, and not what was seen: after a preemption the same tokens are steered again.
+        return [(i, one) for i, one in known if one is not None and not one.is_over(batch.computed[i])]
 
     def clear(self) -> None:
         """A forward pass without requests follows: no entry of the last step may act in it."""

@@ -248,6 +248,7 @@ class _Answer:
         self._write_files = write_files
         self._room_bytes = context.max_answer_bytes
         self._start: Message | None = None
+        self._streams = False
         self._body: list[bytes] = []
         self._early = False
         self._sending = asyncio.Lock()
@@ -272,6 +273,9 @@ class _Answer:
             await self._send_part(_line(_event(self._take_fitting())))
 
     async def send(self, message: Message) -> None:
+        if self._streams and not self._context.pending:
+            # As nearly every frame of nearly every answer: nothing of ours is on its way.
+            return await self._send(message)
         async with self._sending:
             if message["type"] == "http.response.start":
                 await self._on_start(message)
@@ -284,20 +288,14 @@ class _Answer:
             else:
                 await self._on_json(message)
 
-    @property
-    def _streams(self) -> bool:
-        assert self._start is not None
-        return any(
-            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._start["headers"]
-        )
-
     async def _on_start(self, message: Message) -> None:
         self._start = message
         if self._early:
             headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
             later = [one.to_wire() for one in self._take_fitting()]
             await self._send_part(_line({"status": message["status"], "headers": headers, "readouts": later}))
-        elif self._streams:
+        elif _is_event_stream(message):
+            self._streams = True
             await self._send(message)
 
     async def _on_json(self, message: Message) -> None:
@@ -335,6 +333,10 @@ class _Answer:
 
     async def _send_part(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _is_event_stream(start: Message) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in start["headers"])
 
 
 def _ends(message: Message) -> bool:

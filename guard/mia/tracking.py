@@ -92,6 +92,10 @@ class Tracked:
         grown = [name for name, capture in self.with_heads.items() if generates(capture)]
         return max((end for name in grown for _, end in self.intervals[name]), default=0)
 
+    def is_over(self, position: int) -> bool:
+        """Whether nothing is read or steered from ``position`` on."""
+        return position >= self.edges[-1]
+
     def next_edge(self, position: int) -> int:
         """The first edge from ``position`` on."""
         return next((edge for edge in self.edges if edge >= position), ENDLESS)

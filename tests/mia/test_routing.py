@@ -559,6 +559,25 @@ def test_a_step_in_which_nobody_asks_clears_the_entries_of_the_step_before() -> 
     assert int(header[1]) == 0
 
 
+def test_a_request_costs_nothing_once_its_tokens_are_read_and_is_steered_again_after_a_preemption() -> None:
+    router, buffers = make_router()
+    steer = {"layer": 1, "vector": "a", "coefficient": 1.0, "phase": "prefill"}
+    router.add("r0", MiaSpec.model_validate({"hidden": {"h": {"layer": 1}}, "steer": [steer]}), 4)
+    entries = buffers.control.tensor[2 * buffers.steer[1] :]
+
+    first = router.fill(view([(0, 4)], [0], [4]))
+    assert first is not None
+    assert int(entries[1]) == 4
+    for computed in (4, 5):
+        assert router.fill(view([(0, 1)], [computed], [4])) is None
+        assert int(entries[1]) == 0
+    # Its cache is gone, so what stood in it has to come out as before; what was read is not read twice.
+    again = router.fill(view([(0, 6)], [0], [6]))
+    assert again is not None
+    assert int(entries[1]) == 4
+    assert again.layout.requests["r0"].rows == []
+
+
 def test_keys_that_find_no_space_are_not_reserved_and_space_comes_back_when_a_request_ends() -> None:
     one_prompt_bytes = 4 * 4 * SHAPE.key_heads * SHAPE.head_size
     router, _ = make_router(max_host_bytes=one_prompt_bytes)
