@@ -44,8 +44,8 @@ TOO_LONG = "no space for what this answer's readouts grow to (max_host_bytes)"
 SETTLE_STEPS = 64
 """What a step has read is put to its requests within so many steps."""
 
-SETTLE_BYTES = 2**24
-"""And before this many bytes of rows wait in the ring. At every step a few requests have their turn, so that no step
+SETTLE_PART = 4
+"""And before a fourth of the ring holds rows that wait. At every step a few requests have their turn, so that no step
 costs much more than another."""
 
 
@@ -160,6 +160,7 @@ class Assembler:
 
     def __init__(self, ring: RingAddress) -> None:
         self._ring = Ring(ring)
+        self._dose_limit = np.inf
         self._log: list[StepRecord] = []
         self._first = 0
         self._runs: dict[int, list[Run]] = {}
@@ -187,6 +188,7 @@ class Assembler:
                     if one.spec.progress_tokens is not None:
                         self._progressing[request_id] = gathered
         self._log.append(record)
+        self._dose_limit = record.layout.dose_limit
         self._runs = {}
         if record.offset == 0:
             ended = (id_ for id_, one in record.layout.requests.items() if one.prompt_ended)
@@ -194,7 +196,7 @@ class Assembler:
         for request_id, gathered in self._progressing.items():
             gathered.unsent_steps += request_id in record.layout.requests
         first, end = record.layout.sent
-        steps = min(SETTLE_STEPS, max(1, SETTLE_BYTES // max(1, (end - first) * self._ring.row_bytes)))
+        steps = min(SETTLE_STEPS, max(1, self._ring.rows // SETTLE_PART // max(1, end - first)))
         for request_id in list(islice(self.requests, -(-len(self.requests) // steps))):
             self._settle(request_id)
         self._forget_settled()
@@ -253,10 +255,13 @@ class Assembler:
         gathered = self.requests.pop(request_id)
         self.requests[request_id] = gathered
         wanted: dict[str, Wanted] = {}
+        doses: dict[int, list[FloatArray]] = defaultdict(list)
         for run in self._runs_from(gathered.next_record):
             one = run.layout.requests.get(request_id)
             if one is not None:
-                _put(gathered, request_id, one, run, wanted)
+                _put(gathered, request_id, one, run, wanted, doses)
+        for i, parts in doses.items():
+            gathered.steering[i] = _with_doses(gathered.steering[i], np.concatenate(parts), self._dose_limit)
         for name, rows in wanted.items():
             if name not in gathered.failed:
                 _take_rows(gathered, name, rows, self._ring)
@@ -277,7 +282,7 @@ class Ring:
         self._address = address
         self._reader: RingReader | None = None
         self.width = address.width
-        self.row_bytes = address.row_bytes
+        self.rows = address.rows
 
     def reader(self) -> RingReader:
         """Raises ``OSError`` when the worker is not on this machine, or gone."""
@@ -286,8 +291,16 @@ class Ring:
         return self._reader
 
 
-def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run, wanted: dict[str, Wanted]) -> None:
-    """What consecutive steps of one layout have read of one request. Rows are only noted in ``wanted``."""
+def _put(
+    gathered: Gathered,
+    request_id: str,
+    one: RequestPlan,
+    run: Run,
+    wanted: dict[str, Wanted],
+    doses: dict[int, list[FloatArray]],
+) -> None:
+    """What consecutive steps of one layout have read of one request. Rows are only noted in ``wanted``, and what a
+    steering did in ``doses``: in a busy engine every step has a layout of its own, and every request is in it."""
     for capture, reason in one.failed.items():
         gathered.fail(capture, reason, "unavailable" if reason == CACHED else "dropped")
     for i, reason in one.shut.items():
@@ -296,9 +309,7 @@ def _put(gathered: Gathered, request_id: str, one: RequestPlan, run: Run, wanted
         if chunk.capture not in gathered.failed:
             _read(gathered, request_id, chunk, run, wanted)
     for steer in one.steer:
-        doses = run.doses[:, steer.fresh : steer.end].reshape(-1)
-        report = gathered.steering[steer.index]
-        gathered.steering[steer.index] = _with_doses(report, doses[doses != HELD_BACK], run.layout.dose_limit)
+        doses[steer.index].append(run.doses[:, steer.fresh : steer.end].reshape(-1))
     for i, place in one.gates.items():
         opened_at = int(run.records[-1].opened_at[place])
         if opened_at != SHUT:
@@ -392,6 +403,7 @@ def _part_of(capture: Capture, request_id: str, chunk: RowChunk, positions: rang
 
 def _with_doses(report: SteeringReport, doses: FloatArray, limit: float) -> SteeringReport:
     """doses: of tokens that no step had steered before."""
+    doses = doses[doses != HELD_BACK]
     if not len(doses):
         return report
     # JSON has no word for what is beyond float32, or for what becomes of a stream that is.

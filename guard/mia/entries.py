@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +21,15 @@ from guard.mia.windows import Window
 MODES = {"add_vector": ADD, "project": PROJECT, "ablate": PROJECT, "replace": REPLACE}
 
 
-@dataclass(frozen=True)
-class SteerRun:
-    """One steering of one request in this step. ``seen``: its tokens below this one were computed before."""
+class SteerRun(NamedTuple):
+    """One steering of one request in this step, on ``length`` tokens. ``seen``: those below it were computed before."""
 
     windows: list[Window]
+    length: int
     steer: Steer
     vector: int
     gate: int
     seen: int
-
-    @cached_property
-    def length(self) -> int:
-        return sum(window.length for window in self.windows)
 
 
 class SlotPool:

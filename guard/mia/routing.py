@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 
 from guard.mia.buffers import TapBuffers
 from guard.mia.entries import Filling, SteerRun
@@ -23,7 +24,7 @@ from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import AttentionCapture, Capture, HiddenCapture, MiaSpec, ProbeCapture, QKCapture, generates
 from guard.mia.steering import Bank
 from guard.mia.tracking import KEY_BLOCK_TOKENS, KeyStore, Tracked
-from guard.mia.windows import Window, steered
+from guard.mia.windows import Window
 
 NO_HIDDEN_ROWS = "no space for these rows in one step (max_hidden_rows_per_step)"
 NO_QUERY_ROWS = "no space for these queries in one step (max_query_rows_per_step)"
@@ -316,11 +317,11 @@ class Router:
         """The chunks with what else belongs to them: places for attention masses and the gates that see them, keys."""
         if isinstance(capture, ProbeCapture):
             columns = self._probes.columns[capture.probe]
-            return [replace(chunk, columns=(columns.start, columns.stop)) for chunk in chunks]
+            return [structs.replace(chunk, columns=(columns.start, columns.stop)) for chunk in chunks]
         if isinstance(capture, AttentionCapture):
             placed = []
             for chunk in chunks:
-                placed.append(replace(chunk, mass=plan.masses))
+                placed.append(structs.replace(chunk, mass=plan.masses))
                 if capture.spans and not self.gathers_keys:
                     spans = len(plan.span_words)
                     plan.span_words += span_words(tracked.spec, capture)
@@ -335,23 +336,22 @@ class Router:
             if until > sent:
                 tracked.sent_keys[name] = until
                 last = chunks.pop() if chunks else RowChunk(name, {}, rows.end, 0)
-                return [*chunks, replace(last, keys=(sent, until), keys_from=rows.start)]
+                return [*chunks, structs.replace(last, keys=(sent, until), keys_from=rows.start)]
         return chunks
 
     def _route_steering(self, tracked: Tracked, rows: Window, filling: Filling, one: RequestPlan) -> None:
         """What one request's steering does in this step, in the order in which it asked."""
         for i, steer in enumerate(tracked.spec.steer):
-            # Zero changes nothing, and leaving it out keeps the stream bit for bit.
-            if steer.coefficient == 0.0 or i in tracked.shut:
+            if i in tracked.shut:
                 continue
-            if windows := steered(steer, tracked.prompt_len, tracked.prompt_len, rows):
-                run = SteerRun(
-                    windows, steer, self._bank.slot(steer.vector), tracked.gates.get(i, NO_GATE), tracked.seen
-                )
+            if windows := [window for ends in tracked.reaches[i] if (window := rows.clip(*ends))]:
+                length = sum(window.length for window in windows)
+                gate = tracked.gates.get(i, NO_GATE)
+                run = SteerRun(windows, length, steer, self._bank.slot(steer.vector), gate, tracked.seen)
                 begin = filling.steer(run)
                 again = tracked.seen > rows.start
                 old = sum(window.clip(0, tracked.seen).length for window in windows) if again else 0
-                one.steer.append(SteerChunk(i, begin, begin + old, begin + run.length))
+                one.steer.append(SteerChunk(i, begin, begin + old, begin + length))
 
     def _steady_from(self, batch: BatchView, places: list[int], plan: StepPlan) -> _Steady | None:
         """Whether the next steps can do with the entries of this one, and how many of them."""

@@ -33,16 +33,12 @@ class OverwrittenError(RuntimeError):
 @dataclass(frozen=True)
 class RingAddress:
     """Where another process finds a ring. ``path``: of the open file, and behind ``#`` its inode. ``dtype``: of the
-    rows, as torch calls it; ``width``: elements of one."""
+    rows, as torch calls it; ``width``: elements of one; ``rows``: as many as the ring has."""
 
     path: str
     dtype: str
     width: int
-
-    @property
-    def row_bytes(self) -> int:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return self.width * dtype.itemsize
+    rows: int
 
 
 class RowRing:
@@ -60,7 +56,7 @@ class RowRing:
         self._head = np.frombuffer(memory, np.int64, 1)
         self._rows = whole[HEAD_BYTES:].view(dtype).view(self._capacity, width)
         path = f"/proc/{os.getpid()}/fd/{file}#{os.fstat(file).st_ino}"
-        self.address = RingAddress(path, str(dtype).removeprefix("torch."), width)
+        self.address = RingAddress(path, str(dtype).removeprefix("torch."), width, self._capacity)
         weakref.finalize(self, _release, file, whole.data_ptr() if pinned else None)
 
     def put(self, rows: torch.Tensor) -> int | None:

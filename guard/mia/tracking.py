@@ -51,9 +51,9 @@ class Tracked:
     ``seen``: its tokens below this one have been through the taps, so that a re-computation after preemption delivers
     nothing twice. ``keys`` is None when it gathers none. ``gates``: place in ``opened_at`` by steering. ``failed``:
     captures that cannot become complete any more, and why; ``shut``: the same of steerings whose gate cannot open.
-    ``judged``: steerings whose gate has seen a part of an averaged readout. ``intervals``: what each capture reads, see
-    ``windows``. ``with_heads``: captures of attention, queries and keys. ``edges``: tokens from which on other captures
-    or steerings act than before, in order.
+    ``judged``: steerings whose gate has seen a part of an averaged readout. ``intervals``: what each capture reads, and
+    ``reaches``: what each steering may change, see ``windows``. ``with_heads``: captures of attention, queries and
+    keys. ``edges``: tokens from which on other captures or steerings act than before, in order.
     """
 
     spec: MiaSpec
@@ -68,6 +68,7 @@ class Tracked:
     shut: dict[int, str] = field(default_factory=dict)
     judged: set[int] = field(default_factory=set)
     intervals: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    reaches: tuple[tuple[tuple[int, int], ...], ...] = ()
     with_heads: dict[str, AttentionCapture | QKCapture] = field(default_factory=dict)
     edges: tuple[int, ...] = ()
 
@@ -75,13 +76,18 @@ class Tracked:
     def start(cls, spec: MiaSpec, prompt_len: int) -> Tracked:
         captures = spec.captures
         read = {name: tuple(intervals(capture, spec, prompt_len)) for name, capture in captures.items()}
-        changed = [(window.start, window.end) for steer in spec.steer for window in reach(steer, prompt_len)]
-        edges = {edge for pairs in (*read.values(), changed) for pair in pairs for edge in pair}
+        # Where a gate lets it: it does not open before the prompt's end.
+        reaches = tuple(
+            tuple((window.start, window.end) for window in reach(steer, prompt_len, opened_at=prompt_len))
+            for steer in spec.steer
+        )
+        edges = {edge for pairs in (*read.values(), *reaches) for pair in pairs for edge in pair}
         return cls(
             spec,
             prompt_len,
             captures,
             intervals=read,
+            reaches=reaches,
             with_heads={**spec.attention, **spec.qk},
             edges=tuple(sorted({prompt_len, *edges})),
         )

@@ -70,11 +70,19 @@ def test_another_process_reads_them_and_nobody_once_the_worker_has_let_go() -> N
     begin = memory.put(rows(5, 7))
     program = (
         "import sys, numpy, torch; from guard.mia.row_ring import RingAddress, RingReader; "
-        "address = RingAddress(sys.argv[1], sys.argv[2], int(sys.argv[3])); out = torch.empty(3, address.width); "
-        "RingReader(address).take(numpy.arange(3) + int(sys.argv[4]) + 1, out); print(out.tolist())"
+        "path, dtype, width, rows, begin = sys.argv[1:]; out = torch.empty(3, int(width)); "
+        "address = RingAddress(path, dtype, int(width), int(rows)); "
+        "RingReader(address).take(numpy.arange(3) + int(begin) + 1, out); print(out.tolist())"
     )
     address = memory.address
-    command = [sys.executable, "-c", program, address.path, address.dtype, str(address.width), str(begin)]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        address.path,
+        address.dtype,
+        *map(str, (address.width, address.rows, begin)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == str(rows(5, 7)[1:4].float().tolist())
     with pytest.raises(OSError, match="another process"):
