@@ -25,7 +25,7 @@ ARCHITECTURES = ("gemma2",)
 ALL = "MIA_ALL_RUNNERS"
 """Set, everything is run; else what says most. On a GPU ``make gpu`` runs it all, and in a tenth of the time."""
 LONG = [
-    ["tests/engine/test_idle.py", "-k", "eager"],
+    ["tests/engine/test_idle.py", "-k", "not compiled"],
     # Of the three that share long prompts one: vLLM's kernels take the interpreter 40 s for each.
     ["tests/engine/test_steering.py", "-k", "not prefill-203 and not both-202"],
     # Triton's interpreter does not run vLLM's kernel for structured output.
