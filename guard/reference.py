@@ -117,8 +117,8 @@ On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a 
 ## Response headers
 | header | meaning |
 | --- | --- |
-| `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `route` or `block`; absent when nothing is. \
-Where the answer was generated again after it was judged (`retry`, `route` of stage `output`): of what the client gets |
+| `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `retry`, `route` or `block`, the most severe; \
+absent when nothing is. `retry` stays when the answer after it is clean, as `route` of stage `output` does |
 | `x-guard-rules` | the rules that hit, separated by commas |
 | `x-guard-policy` | name of the policy and the first 12 digits of its content's hash |
 | `x-guard-request-id` | the ledger's id, new for each request |
