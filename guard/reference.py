@@ -82,8 +82,11 @@ annotations, and those of fields that the guard does not know. No texts are kind
 ids that a server made up, bytes in base64, and what names the answer or repeats the request (`model`, `usage`,
 `instructions`). The worst decides for all.
 
-A stream in which the model server reports an error ends there: what waits to be judged is dropped, of the error its
-message, type, code and parameter are passed on as they are, and nothing that comes after it.
+A stream in which the model server reports an error ends there, with `[DONE]` where its API has that: nothing that comes
+after it is passed on. Where rules judge answers, what waits to be judged is dropped, and the error keeps its type, code
+and parameter and gets words of the guard's own, since the model server's may quote what the model wrote; so does an
+error of status 500 or more in place of a whole answer. Policies that [keep answers](ledger.md) keep these words, as
+withheld.
 
 An answer that was redacted keeps the model server's usage, which is what was generated: it is what gets billed, and it
 tells how long the text was that was taken out, but nothing that it said.
@@ -147,7 +150,8 @@ def reference() -> str:
         for title, note, columns, rows in (
             (
                 "Errors of the proxy itself",
-                "\nIn OpenAI's shape. vLLM's own errors keep status and body.\n",
+                "\nIn OpenAI's shape. vLLM's own errors keep status and body; where rules judge answers, some but "
+                "for their [words](#streamed-answers).\n",
                 ("status", "`error.code`", "`error.type`", "outcome in the ledger", "when"),
                 list(_errors()),
             ),

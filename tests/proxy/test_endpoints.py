@@ -270,10 +270,13 @@ async def test_every_apis_stream_ends_once_at_an_engines_error(
 ) -> None:
     named = route in (MESSAGES, RESPONSES)
     error = frame({"type": "error", "error": {"type": "x", "message": "died"}}, "error" if named else None)
+    told = {"message": "the model server ended its answer with an error", "type": "x", "param": None, "code": None}
     engine = FakeEngine(frames=[error, *streams(route, LEAK)])
     async with running(engine), start_proxy(engine, policy(contract)) as proxy:
         raw = (await proxy.post(body_of(route, True), path=route))[2]
-        assert raw == error + (b"" if named else END)
+        assert raw == frame({"type": "error", "error": told}, "error" if named else None) + (b"" if named else END)
+    async with running(engine), start_proxy(engine) as proxy:
+        assert (await proxy.post(body_of(route, True), path=route))[2] == error + (b"" if named else END)
 
 
 async def test_a_stream_of_messages_ends_with_a_named_error_when_it_breaks(start_proxy: StartProxy) -> None:
