@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pydantic.fields import FieldInfo
 
 from guard.proxy.body import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
+from guard.proxy.embeddings import MAX_PROMPTS, MAX_REPEATED
 from guard.proxy.errors import ApiError
 from guard.settings import PREFIX, Settings
 from guard.telemetry.record import ENTRY_FIELDS
@@ -39,14 +40,20 @@ Refused too, because no rule would read it: `enable_response_messages`, `kv_tran
 Where rules judge answers, these leave out `token_ids` in chats, and with `stop` or `stop_token_ids` everywhere;
 `logprobs` with `return_tokens_as_token_ids`; and the number that `stop_reason` is with `stop_token_ids`.
 
-Refused too: several prompts in one completion request, several conversations, or `messages` beside `input`, in one of
-`/v1/embeddings`, and `prompt_embeds`; `background`, `previous_response_id`,
+Refused too: several prompts in one completion request, `messages` beside `input` in one of `/v1/embeddings`, and
+`prompt_embeds`; `background`, `previous_response_id`,
 `prompt`, `conversation`, items that refer to others, tools that vLLM calls itself (`mcp`, `web_search_preview`,
 `code_interpreter`, `container`) and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the
 request.
 
 A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,
 and MAX_VALUES texts, fields, lists and objects at any depth; more is a 400.
+
+Of several texts or conversations in one of `/v1/embeddings` each is judged by itself. They are at most MAX_PROMPTS, and
+what stands beside them (tools, `chat_template_kwargs`) has at most MAX_REPEATED characters, counted once for each. The
+worst decision is the request's: one that is blocked blocks all, and none is embedded by two models. What is redacted is
+redacted in those that hit. The ledger has the highest score of each detector, but of those that the decision rests on
+the ones that it was made on.
 
 Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no policy sees. With API keys configured, all
 but the last three rows want `Authorization: Bearer KEY`, or `x-api-key: KEY`.
@@ -167,7 +174,14 @@ def reference() -> str:
 
 
 def _head() -> str:
-    limits = {"MAX_MESSAGES": MAX_MESSAGES, "MAX_PARTS": MAX_PARTS, "MAX_TOOLS": MAX_TOOLS, "MAX_VALUES": MAX_VALUES}
+    limits = {
+        "MAX_PROMPTS": MAX_PROMPTS,
+        "MAX_REPEATED": MAX_REPEATED,
+        "MAX_MESSAGES": MAX_MESSAGES,
+        "MAX_PARTS": MAX_PARTS,
+        "MAX_TOOLS": MAX_TOOLS,
+        "MAX_VALUES": MAX_VALUES,
+    }
     return re.sub(r"MAX_[A-Z]+", lambda name: f"{limits[name[0]]:,}", HEAD)
 
 

@@ -184,12 +184,10 @@ def check_size(fields: dict[str, Any]) -> None:
     """Raises ``InvalidRequestError`` for more than a request may have: each takes time, in the guard and in vLLM."""
     for name, most in (("tools", MAX_TOOLS), ("functions", MAX_TOOLS), ("messages", MAX_MESSAGES)):
         _check_length(name, fields.get(name), most)
-    messages = fields.get("messages")
-    given = fields.get("input")
-    if isinstance(given, list) and any(isinstance(item, dict) for item in given):
-        _check_length("input", given, MAX_MESSAGES)
-        messages = given
-    contents = [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+    messages, given = _messages_in(fields.get("messages")), _messages_in(fields.get("input"))
+    _check_length("messages", messages, MAX_MESSAGES)
+    _check_length("input", given, MAX_MESSAGES)
+    contents = [one.get("content") for one in (*messages, *given)]
     parts = sum(len(content) for content in contents if isinstance(content, list))
     if parts > MAX_PARTS:
         raise InvalidRequestError(
@@ -205,6 +203,12 @@ def check_size(fields: dict[str, Any]) -> None:
         if left < 0:
             raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
         waiting += [inner for inner in found if not isinstance(inner, str)]
+
+
+def _messages_in(value: Any) -> list[dict[str, Any]]:
+    """Of a list of messages, or of several such lists."""
+    lists = [value, *value] if isinstance(value, list) else []
+    return [one for inner in lists if isinstance(inner, list) for one in inner if isinstance(one, dict)]
 
 
 def _check_length(name: str, value: Any, most: int) -> None:

@@ -450,12 +450,21 @@ TURN = {"role": "user", "content": "one"}
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": [[TURN], [TURN]]}, "input"),
+        ({"input": [[TURN], [1, 2]]}, "input[1][0]"),
+        ({"input": [[TURN], []]}, "input[1]"),
+        ({"input": [[TURN], [{"content": "one"}]]}, "input[1][0].role"),
+        ({"input": [[1, "two"]]}, "input[0]"),
         ({"input": [TURN, "two"]}, "input[1]"),
         ({"input": ["one", TURN]}, "input[1]"),
         ({"input": [{"content": "one"}]}, "input[0].role"),
         ({"input": "one", "messages": [TURN]}, "input"),
-        ({"messages": [[TURN]]}, "messages[0]"),
+        ({"messages": [TURN, [TURN]]}, "messages[0]"),
+        ({"messages": [[TURN], [{"role": 1}]]}, "messages[1][0].role"),
+        ({"messages": [[{**TURN, "content": [{"type": "prompt_embeds"}]}]]}, "messages[0][0].content"),
+        ({"messages": [[TURN]] * 2049}, "messages"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"messages": [[TURN]] * 2000, "chat_template_kwargs": {"a": "x" * 2001}}, "messages"),
+        ({"messages": [[TURN] * 5001, [TURN] * 5000]}, "messages"),
     ],
 )
 async def test_what_of_embeddings_cannot_be_guarded_is_refused(
