@@ -108,9 +108,11 @@ way around a limit:
 | tokens of a stream, cut, left, or without a usage | the frames that came |
 | tokens of a whole answer that the client left | what it asked for at most, but 4,096 for each choice if that is less |
 | tokens of a whole answer without a usage | the same, but no more than its bytes |
-| tokens of a prompt | of its texts half for each ASCII letter or space, 1 for every other byte; 8 for each message |
+| tokens of a prompt | of its texts half for each ASCII letter or space, 1 for every other byte; 8 for each \
+message; 16,384 for each picture, sound, video or file |
 
-Pictures and files count nothing there. A stream whose usage is asked for (`include_usage`) counts exactly.
+A stream whose usage is asked for (`include_usage`) counts exactly, and so does the prompt of every request that a
+policy reads in the model.
 
 ## Admin API
 On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a key opens nothing else. Of this process.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guard.proxy.body import GuardedRequest
-from guard.proxy.wire import Form, Texts
+from guard.proxy.wire import Form, Texts, media_in
 from guard.proxy.wire_choices import MAX_CHOICES
 from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
 
@@ -27,6 +27,10 @@ HALF_TOKENS = bytes(range(ord("a"), ord("z") + 1)) + bytes(range(ord("A"), ord("
 
 PER_MESSAGE = 8
 """Tokens that a template puts around a message, about."""
+
+PER_MEDIUM = 16_384
+"""Tokens of a picture, a sound, a video or a file. How many it really has only the model's own processor knows: this is
+the most that Qwen2-VL's makes of a picture by default (its model card), of a family that takes more than others do."""
 
 
 def usage_in(value: Any) -> tuple[int | None, int | None]:
@@ -135,12 +139,13 @@ def most_completion_tokens(fields: dict[str, Any]) -> int:
 
 
 def most_prompt_tokens(request: GuardedRequest[Texts]) -> int:
-    """Of the texts, and of prompts that are given as tokens. Pictures and files are not counted."""
+    """Of the texts, of pictures and the like, and of prompts that are given as tokens."""
     texts = [text.encode("utf-8", "backslashreplace") for _, _, text in request.texts]
     whole = sum(len(text.translate(None, HALF_TOKENS)) for text in texts)
     half = sum(len(text) for text in texts) - whole
     tokens = sum(1 for name in ("prompt", "input") for _ in _integers(request.fields.get(name)))
-    return whole + -(-half // 2) + tokens + PER_MESSAGE * len(request.roles)
+    media = PER_MEDIUM * media_in(request.fields)
+    return whole + -(-half // 2) + tokens + media + PER_MESSAGE * len(request.roles)
 
 
 def _integers(value: Any) -> Iterator[int]:

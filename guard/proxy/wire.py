@@ -345,6 +345,24 @@ def unread_files(fields: Fields) -> str:
     return ""
 
 
+PICTURED = MEDIA - {"encrypted_content", "signature"} | {FILE, *FILES}
+"""Fields that make a part a picture, a sound, a video or a file."""
+
+
+def media_in(fields: Fields) -> int:
+    """How many pictures, sounds, videos and files a request's messages have."""
+    found = 0
+    waiting = [fields.get(name) for name in ("messages", "input", "system")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        if isinstance(one, dict):
+            found += not PICTURED.isdisjoint(one) or isinstance(one.get(SOURCE), dict)
+            waiting += [one[name] for name in STRUCTURE if name in one]
+    return found
+
+
 def _named(message: int, owner: Fields, key: str) -> Slot | None:
     """The text of a role, an id or a kind; None for one that says nothing."""
     text = owner[key]
