@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from guard.policy.conversation import KNOWN_ROLES
 from guard.proxy.errors import InvalidRequestError, UpstreamError
@@ -281,37 +281,60 @@ SOURCE, FILE = "source", "file"
 FILES = ("file_data", "file_id", "file_url")
 UNREAD_FILE = "a document or a file is in the prompt, whose text the guard does not have"
 
-STRUCTURE = frozenset(("content", "tool_calls", "function", "function_call", "summary", "output"))
-"""Fields of messages and their parts that hold parts."""
+CALLS = frozenset(("tool_calls", "function", "function_call"))
+STRUCTURE = CALLS | {"content", "summary", "output"}
+"""Fields of messages and their parts that hold parts, or calls of tools."""
+
+SAID_ANYWAY = frozenset(
+    (
+        *("arguments", "custom", "description", "function", "id", "index", "input", "name", "parameters"),
+        *("strict", "text", "title", "type"),
+    )
+)
+"""Names of fields that are in every tool, call or document."""
+
+TOOL_KINDS = ("function", "custom")
+
+Place = Literal["part", "call", "raw"]
+"""What a template is shown: of messages and their parts what the engine knows of them; of calls ids and whatever else
+they have; of all else everything as it is, names too."""
 
 
-def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Slot]:
+def strings(message: int, value: Any, slots: Iterable[Slot] = (), *, place: Place = "part") -> Iterator[Slot]:
     """Every string inside, names of fields too, but for what says how a message is built, and for what ``slots``
-    have."""
+    have. ``place``: what ``value`` is."""
     taken = {(id(slot.owner), slot.key) for slot in slots}
-    waiting: list[tuple[Any, bool]] = [(value, True)]
+    waiting: list[tuple[Any, Place]] = [(value, place)]
     while waiting:
-        one, builds = waiting.pop()
+        one, at = waiting.pop()
         inside = enumerate(one) if isinstance(one, list) else one.items() if isinstance(one, dict) else ()
         for key, inner in inside:
             named = isinstance(key, str)
-            if (builds and named and (key in NOT_SHOWN or key in MEDIA)) or (id(one), key) in taken:
+            if (id(one), key) in taken or (at == "part" and named and (key in NOT_SHOWN or key in MEDIA)):
                 continue
-            if builds and isinstance(inner, str) and (key == "role" or key in KINDS or key in IDS):
+            if isinstance(inner, str) and (
+                (at != "raw" and key in IDS) or (at == "part" and (key == "role" or key in KINDS))
+            ):
                 if slot := _named(message, one, key):
                     yield slot
                 continue
-            if builds and key in (SOURCE, FILE) and isinstance(inner, dict):
-                waiting += [(readable, True) for readable in _readable(key, inner)]
+            if at == "part" and key in (SOURCE, FILE) and isinstance(inner, dict):
+                waiting += [(readable, at) for readable in _readable(key, inner)]
                 yield from _text_of(message, inner)
                 continue
-            if named and not builds:
+            if at != "part" and named and key not in SAID_ANYWAY:
                 # A copy: a name is read, and stays.
                 yield Slot(message, -1, [key], 0)
-            if isinstance(inner, str):
+            if not isinstance(inner, str):
+                waiting.append((inner, _place_of(key, at) if named else at))
+            elif key != "type" or inner not in TOOL_KINDS:
                 yield Slot(message, -1, one, key)
-            else:
-                waiting.append((inner, builds and (not named or key in STRUCTURE)))
+
+
+def _place_of(key: str, inside: Place) -> Place:
+    if inside != "raw" and key in CALLS:
+        return "call"
+    return "part" if inside == "part" and key in STRUCTURE else "raw"
 
 
 def _readable(key: str, held: Fields) -> list[Any]:
@@ -392,7 +415,7 @@ AROUND = (
 def around(fields: Fields) -> list[Slot]:
     """Texts of these fields."""
     texts = [Slot(-1, -1, fields, name) for name in AROUND if isinstance(fields.get(name), str)]
-    return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name))]
+    return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name), place="raw")]
 
 
 def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot]:
