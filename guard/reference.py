@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from guard.proxy.body import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
+from guard.proxy.body import MAX_DEPTH, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
 from guard.proxy.embeddings import MAX_PROMPTS, MAX_REPEATED
 from guard.proxy.errors import ApiError
 from guard.settings import PREFIX, Settings
@@ -47,7 +47,7 @@ Refused too: several prompts in one completion request, `messages` beside `input
 request.
 
 A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,
-and MAX_VALUES texts, fields, lists and objects at any depth; more is a 400.
+and MAX_VALUES texts, fields, lists and objects at any depth, which is MAX_DEPTH at most; more is a 400.
 
 Of several texts or conversations in one of `/v1/embeddings` each is judged by itself. They are at most MAX_PROMPTS, and
 what stands beside them (tools, `chat_template_kwargs`) has at most MAX_REPEATED characters, counted once for each. The
@@ -105,7 +105,8 @@ way around a limit:
 
 | not told | charged |
 | --- | --- |
-| tokens of a stream, cut, left, or without a usage | the frames that came |
+| tokens of a stream, cut, left, or without a usage | the frames that came; with `stream_interval` as many \
+tokens for each, but no more than its bytes |
 | tokens of a whole answer that the client left | what it asked for at most, but 4,096 for each choice if that is less |
 | tokens of a whole answer without a usage | the same, but no more than its bytes |
 | tokens of a prompt | of its texts half for each ASCII letter or space, 1 for every other byte; 8 for each \
@@ -183,6 +184,7 @@ def _head() -> str:
         "MAX_PARTS": MAX_PARTS,
         "MAX_TOOLS": MAX_TOOLS,
         "MAX_VALUES": MAX_VALUES,
+        "MAX_DEPTH": MAX_DEPTH,
     }
     return re.sub(r"MAX_[A-Z]+", lambda name: f"{limits[name[0]]:,}", HEAD)
 

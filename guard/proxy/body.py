@@ -39,6 +39,10 @@ MAX_VALUES = 100_000
 """Most texts, fields, lists and objects in a body, at any depth: each may be a text of its own to judge, however short.
 Numbers do not count: a prompt in tokens has many."""
 
+MAX_DEPTH = 200
+"""Most lists and objects inside one another. Copying, and writing as JSON, takes Python's stack, which ends at some
+hundreds."""
+
 QUICK_BYTES = 64 * 1024
 """Bodies up to this length are parsed at once; longer ones in a thread, so that nobody else waits."""
 
@@ -193,16 +197,21 @@ def check_size(fields: dict[str, Any]) -> None:
         raise InvalidRequestError(
             f"the messages have {parts} parts together; at most {MAX_PARTS} are taken", "messages"
         )
-    left = MAX_VALUES
-    waiting: list[Any] = [fields]
-    while waiting:
-        one = waiting.pop()
-        inside = one.values() if isinstance(one, dict) else one
-        found = [inner for inner in inside if isinstance(inner, str | list | dict)]
-        left -= len(one) if isinstance(one, dict) else len(found)
-        if left < 0:
-            raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
-        waiting += [inner for inner in found if not isinstance(inner, str)]
+    left, depth = MAX_VALUES, 0
+    level: list[Any] = [fields]
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InvalidRequestError(f"the body is nested too deeply: more than {MAX_DEPTH} lists and objects")
+        below: list[Any] = []
+        for one in level:
+            inside = one.values() if isinstance(one, dict) else one
+            found = [inner for inner in inside if isinstance(inner, str | list | dict)]
+            left -= len(one) if isinstance(one, dict) else len(found)
+            if left < 0:
+                raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
+            below += [inner for inner in found if not isinstance(inner, str)]
+        level = below
 
 
 def _messages_in(value: Any) -> list[dict[str, Any]]:

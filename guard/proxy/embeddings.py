@@ -58,8 +58,8 @@ def _check(fields: Fields) -> None:
     if not isinstance(given, str | list) or not given:
         raise InvalidRequestError("input must be a text or a list, and not empty", "input")
     for i, one in enumerate(given if isinstance(given, list) else ()):
-        if isinstance(one, list) and not all(isinstance(token, int) for token in one):
-            raise InvalidRequestError(f"input[{i}] must be a list of tokens or of messages", f"input[{i}]")
+        if isinstance(one, list) and not (one and all(isinstance(token, int) for token in one)):
+            raise InvalidRequestError(f"input[{i}] must be a list of tokens or of messages, not empty", f"input[{i}]")
         if isinstance(one, dict) != isinstance(given[0], dict):
             raise InvalidRequestError(f"input[{i}] is of another kind than input[0]", f"input[{i}]")
         if isinstance(one, dict) and not isinstance(one.get("role"), str):

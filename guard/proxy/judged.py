@@ -20,7 +20,7 @@ from guard.proxy.exchange import JSON, Exchange
 from guard.proxy.judging import AnswerJudge, Unit
 from guard.proxy.refusal import ending, refuse
 from guard.proxy.relay import broke_off, relay_whole
-from guard.proxy.usage import count_event, count_whole
+from guard.proxy.usage import came, count_event, count_whole
 from guard.proxy.verdict import blocked
 from guard.proxy.wire import Form, Frame, compact, frames_of
 from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
@@ -116,6 +116,7 @@ class _Stream:
             for raw in batch:
                 end, error = raw, error_frame(raw)
                 if error is not None:
+                    came(self.exchange.record, raw)
                     break
                 await self._take(raw)
             if contract == "observe":
@@ -151,7 +152,6 @@ class _Stream:
         its end, and never will be."""
         exchange, record = self.exchange, self.exchange.record
         exchange.withhold({ERROR: error.said})
-        record.frames += 1
         record.complete, record.outcome = True, "upstream_error"
         if not exchange.started:
             await exchange.start(200, self.answer.headers)
@@ -164,7 +164,7 @@ class _Stream:
                 await self.exchange.stream(raw)
             return
         record = self.exchange.record
-        record.frames += 1
+        came(record, raw)
         for frame in frames_of(self.request.form, raw):
             frame.changed |= hide_token_ids(self.request.fields, frame.data)
             self.judge.add(frame)
@@ -189,7 +189,8 @@ class _Stream:
         exchange, record = self.exchange, self.exchange.record
         exchange.withhold(self.judge.texts)
         record.answer = self.judge.answered(self.attempts)
-        if not record.complete or record.completion_tokens is None:
+        # Frames of several tokens each are not counted, but bounded.
+        if record.most_frame_tokens == 1 and (not record.complete or record.completion_tokens is None):
             record.completion_tokens = max(record.completion_tokens or 0, self.judge.tokens.total())
         if not exchange.started:
             await block(exchange, self.request, decision)

@@ -13,7 +13,7 @@ from guard.proxy.answer import Answer, StreamedAnswer, Whole
 from guard.proxy.error_frame import error_frame
 from guard.proxy.errors import ModelNotFoundError, UpstreamError
 from guard.proxy.exchange import Exchange
-from guard.proxy.usage import count_frame, count_whole, expect_nothing
+from guard.proxy.usage import came, count_frame, count_whole, expect_nothing
 from guard.proxy.wire_choices import DONE_FRAME
 
 NOT_FOUND = ("NotFoundError", "not_found_error")
@@ -60,13 +60,12 @@ async def _relay_stream(exchange: Exchange, answer: StreamedAnswer, ends: Callab
             await exchange.start(200, answer.headers)
         for i, last in enumerate(frames):
             count_frame(record, last)
+            came(record, last)
             if error_frame(last) is not None:
                 # Whatever may come after it is no answer.
-                record.frames += i + 1
                 record.complete, record.outcome = True, "upstream_error"
                 await exchange.end(b"".join(frames[: i + 1]) + (DONE_FRAME if ends(DONE_FRAME) else b""))
                 return
-        record.frames += len(frames)
         if frames:
             await exchange.stream(b"".join(frames))
     if not ends(last):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guard.proxy.body import GuardedRequest
-from guard.proxy.wire import Form, Texts, media_in
+from guard.proxy.wire import Form, Texts, media_in, whole_number
 from guard.proxy.wire_choices import MAX_CHOICES
 from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
 
@@ -99,12 +99,20 @@ def count_frame(record: RequestRecord, raw: bytes) -> None:
         return
 
 
+def came(record: RequestRecord, raw: bytes) -> None:
+    """One more frame of a stream. It has about one token, or as many as the client had the engine put into one, but no
+    more than bytes."""
+    record.frames += 1
+    record.frame_tokens += min(record.most_frame_tokens, len(raw))
+
+
 def expect(record: RequestRecord, request: GuardedRequest[Texts]) -> None:
     """A request is sent to a model server: until its answer tells more, this is what it may use. What whole answers
     before it used, which a policy did not want, stays charged."""
     if record.complete:
         record.earlier_tokens = record.tokens
-    record.completion_tokens, record.frames, record.complete = None, 0, False
+    record.completion_tokens, record.frames, record.frame_tokens, record.complete = None, 0, 0, False
+    record.most_frame_tokens = max(1, whole_number(request.fields.get("stream_interval")) or 1)
     record.answered_by = None
     # Of a stream what came is known, frame by frame; an embedding generates nothing.
     bounded = isinstance(request.form, Form) and not request.streamed
@@ -130,11 +138,11 @@ def settle(record: RequestRecord, request: GuardedRequest[Texts] | None, times: 
 
 def most_completion_tokens(fields: dict[str, Any]) -> int:
     """Of all choices of an answer together."""
-    given = [fields[name] for name in GENERATION_LIMITS if _is_count(fields.get(name))]
-    choices = max((fields[name] for name in ("n", "best_of") if _is_count(fields.get(name))), default=1)
+    given = [number for name in GENERATION_LIMITS if (number := whole_number(fields.get(name))) is not None]
+    choices = max(whole_number(fields.get(name)) or 1 for name in ("n", "best_of"))
     prompts = fields.get("prompt")
     several = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
-    most: int = min([MAX_CHARGED_ANSWER, *given])
+    most = max(0, min([MAX_CHARGED_ANSWER, *given]))
     return most * min(max(1, choices), MAX_CHOICES) * (len(prompts) if isinstance(prompts, list) and several else 1)
 
 

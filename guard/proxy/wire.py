@@ -79,6 +79,14 @@ def check_messages(fields: Fields) -> None:
             raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
 
 
+def whole_number(value: Any) -> int | None:
+    """As the engine reads a field: it takes ``"2"`` and ``2.0`` for a number, too. None for what is none."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value[:9])
+    whole = not isinstance(value, bool) and isinstance(value, int | float) and value == int(value)
+    return int(value) if whole else None
+
+
 def _text(value: Any) -> str:
     """A tool's arguments may be JSON that is no text yet."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -98,7 +98,8 @@ class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. Tokens are
     those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
-    ``frames``: of a streamed answer, that came. ``held_s``: longest time that rules kept a part of a stream back.
+    ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens, about, of which each has
+    ``most_frame_tokens`` at most. ``held_s``: longest time that rules kept a part of a stream back.
     ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``count``: how many
     requests it stands for. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
     ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
@@ -139,6 +140,8 @@ class RequestRecord:
     most_prompt_tokens: int = 0
     most_completion_tokens: int = 0
     frames: int = 0
+    frame_tokens: int = 0
+    most_frame_tokens: int = 1
     began_s: float | None = None
     sent_s: float | None = None
     decided_s: float | None = None
@@ -156,7 +159,7 @@ class RequestRecord:
         prompt = self.most_prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
         completion = self.completion_tokens or 0
         if not self.complete or self.completion_tokens is None:
-            completion = max(completion, self.frames, self.most_completion_tokens)
+            completion = max(completion, self.frame_tokens, self.most_completion_tokens)
         return self.earlier_tokens + prompt + completion
 
     @property

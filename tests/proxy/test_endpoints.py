@@ -454,6 +454,7 @@ TURN = {"role": "user", "content": "one"}
         ({"input": [[TURN], []]}, "input[1]"),
         ({"input": [[TURN], [{"content": "one"}]]}, "input[1][0].role"),
         ({"input": [[1, "two"]]}, "input[0]"),
+        ({"input": ["one", []]}, "input[1]"),
         ({"input": [TURN, "two"]}, "input[1]"),
         ({"input": ["one", TURN]}, "input[1]"),
         ({"input": [{"content": "one"}]}, "input[0].role"),
