@@ -334,7 +334,7 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = (), *, place: Plac
                 # A copy: a name is read, and stays.
                 yield Slot(message, -1, [key], 0)
             if not isinstance(inner, str):
-                waiting.append((inner, _place_of(key, at) if named else at))
+                waiting.append((inner, _place_of(key, at) if isinstance(key, str) else at))
             elif key != "type" or inner not in TOOL_KINDS:
                 yield Slot(message, -1, one, key)
 
