@@ -79,6 +79,7 @@ LINT_END = closing(
     "0 when all can be used, 1 when any cannot",
     "guard policy lint policies",
     "guard policy lint strict.yaml --model smollm2-135m",
+    "guard policy lint policies --keys keys.yaml",
 )
 TEST_END = closing("0 when all pass, 1 when one fails, 2 when there is none to run", "guard policy test policies")
 EXPLAIN_END = closing(
@@ -99,7 +100,11 @@ CREATE_END = closing(
     "guard keys create --file keys.yaml --name 'team A' --tenant acme --requests-per-s 20",
     "guard keys create --file keys.yaml --admin",
 )
-KEYS_LIST_END = closing("0, or 1 when the file cannot be used", "guard keys list --file keys.yaml --json")
+KEYS_LIST_END = closing(
+    "0, or 1 when the file, or the policies, cannot be used",
+    "guard keys list --file keys.yaml --json",
+    "guard keys list --file keys.yaml --policy policies",
+)
 REVOKE_END = closing("0 when it is gone, 1 when no key has this id", "guard keys revoke 9332e1b0 --file keys.yaml")
 TAIL_END = closing("0, or 2 when there is no ledger", "guard ledger tail -n 50 --follow")
 QUERY_END = closing(

@@ -59,21 +59,34 @@ def create(
 
 @keys_app.command("list", epilog=KEYS_LIST_END)
 def list_keys(
-    file: KeysFileOption, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    file: KeysFileOption,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="GUARD_POLICY", help="Policies, to say which keys have one of their own that is not there."
+        ),
+    ] = None,
 ) -> None:
-    """Show the keys of the file: id, tenant, what they are for, limits. No hashes."""
-    from guard.proxy.keys import KeysError, read_keys
+    """Show the keys of the file: id, tenant, policy, limits, what they are for. No hashes."""
+    from guard.policy import PolicyError
+    from guard.policy.policy_set import selection_at
+    from guard.policy.selection import keys_without_policy
+    from guard.proxy.keys import KeysError, key_ring, read_keys
 
     try:
-        keys = read_keys(file).keys
-    except KeysError as error:
+        read = read_keys(file)
+        selection = selection_at(policy) if policy is not None else None
+    except (KeysError, PolicyError) as error:
         _fail(str(error))
     if as_json:
-        shown = [key.model_dump(mode="json", exclude={"sha256"}) for key in keys]
+        shown = [key.model_dump(mode="json", exclude={"sha256"}) for key in read.keys]
         typer.echo(json.dumps(shown, indent=2))
-        return
-    for key in keys:
-        typer.echo(_line(key))
+    else:
+        for key in read.keys:
+            typer.echo(_line(key))
+    for remark in keys_without_policy(selection, key_ring(read).policies) if selection is not None else ():
+        typer.echo(f"guard: {remark}", err=True)
 
 
 @keys_app.command("revoke", epilog=REVOKE_END)

@@ -53,9 +53,14 @@ def lint(
         Path | None,
         typer.Option(envvar="GUARD_PROVIDERS", help="File of other providers' models, which no rule can route to."),
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(envvar="GUARD_KEYS", help="File of keys, whose own policies each folder is to let keys have."),
+    ] = None,
 ) -> None:
     """Check policies; every error names file, line and field."""
     from guard.policy.lint import lint
+    from guard.proxy.keys import KeysError, key_ring, read_keys
     from guard.proxy.provider_file import read_providers
     from guard.settings import SettingsError
 
@@ -64,10 +69,11 @@ def lint(
     at = _model_folder(model) if model else None
     try:
         elsewhere = {} if providers is None else read_providers(providers)
-    except SettingsError as error:
+        owned = {} if keys is None else key_ring(read_keys(keys)).policies
+    except (SettingsError, KeysError) as error:
         _fail(str(error))
     raise typer.Exit(
-        lint(files, typer.echo, config_key=config_key, model_configs=folder, model=at, elsewhere=elsewhere)
+        lint(files, typer.echo, config_key=config_key, model_configs=folder, model=at, elsewhere=elsewhere, keys=owned)
     )
 
 

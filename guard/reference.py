@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from guard.proxy.body import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
+from guard.proxy.body import MAX_DEPTH, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
+from guard.proxy.embeddings import MAX_PROMPTS, MAX_REPEATED
 from guard.proxy.errors import ApiError
 from guard.settings import PREFIX, Settings
 from guard.telemetry.record import ENTRY_FIELDS
@@ -39,14 +40,20 @@ Refused too, because no rule would read it: `enable_response_messages`, `kv_tran
 Where rules judge answers, these leave out `token_ids` in chats, and with `stop` or `stop_token_ids` everywhere;
 `logprobs` with `return_tokens_as_token_ids`; and the number that `stop_reason` is with `stop_token_ids`.
 
-Refused too: several prompts in one completion request, several conversations, or `messages` beside `input`, in one of
-`/v1/embeddings`, and `prompt_embeds`; `background`, `previous_response_id`,
+Refused too: several prompts in one completion request, `messages` beside `input` in one of `/v1/embeddings`, and
+`prompt_embeds`; `background`, `previous_response_id`,
 `prompt`, `conversation`, items that refer to others, tools that vLLM calls itself (`mcp`, `web_search_preview`,
 `code_interpreter`, `container`) and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the
 request.
 
 A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,
-and MAX_VALUES texts, fields, lists and objects at any depth; more is a 400.
+and MAX_VALUES texts, fields, lists and objects at any depth, which is MAX_DEPTH at most; more is a 400.
+
+Of several texts or conversations in one of `/v1/embeddings` each is judged by itself. They are at most MAX_PROMPTS, and
+what stands beside them (tools, `chat_template_kwargs`) has at most MAX_REPEATED characters, counted once for each. The
+worst decision is the request's: one that is blocked blocks all, and none is embedded by two models. What is redacted is
+redacted in those that hit. The ledger has the highest score of each detector, but of those that the decision rests on
+the ones that it was made on.
 
 Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no policy sees. With API keys configured, all
 but the last three rows want `Authorization: Bearer KEY`, or `x-api-key: KEY`.
@@ -82,8 +89,11 @@ annotations, and those of fields that the guard does not know. No texts are kind
 ids that a server made up, bytes in base64, and what names the answer or repeats the request (`model`, `usage`,
 `instructions`). The worst decides for all.
 
-A stream in which the model server reports an error ends there: what waits to be judged is dropped, of the error its
-message, type, code and parameter are passed on as they are, and nothing that comes after it.
+A stream in which the model server reports an error ends there, with `[DONE]` where its API has that: nothing that comes
+after it is passed on. Where rules judge answers, what waits to be judged is dropped, and the error keeps its type, code
+and parameter and gets words of the guard's own, since the model server's may quote what the model wrote; so does an
+error of status 500 or more in place of a whole answer. Policies that [keep answers](ledger.md) keep these words, as
+withheld.
 
 An answer that was redacted keeps the model server's usage, which is what was generated: it is what gets billed, and it
 tells how long the text was that was taken out, but nothing that it said.
@@ -95,12 +105,15 @@ way around a limit:
 
 | not told | charged |
 | --- | --- |
-| tokens of a stream, cut, left, or without a usage | the frames that came |
+| tokens of a stream, cut, left, or without a usage | the frames that came; with `stream_interval` as many \
+tokens for each, but no more than its bytes |
 | tokens of a whole answer that the client left | what it asked for at most, but 4,096 for each choice if that is less |
 | tokens of a whole answer without a usage | the same, but no more than its bytes |
-| tokens of a prompt | of its texts half for each ASCII letter or space, 1 for every other byte; 8 for each message |
+| tokens of a prompt | of its texts half for each ASCII letter or space, 1 for every other byte; 8 for each \
+message; 16,384 for each picture, sound, video or file |
 
-Pictures and files count nothing there. A stream whose usage is asked for (`include_usage`) counts exactly.
+A stream whose usage is asked for (`include_usage`) counts exactly, and so does the prompt of every request that a
+policy reads in the model.
 
 ## Admin API
 On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a key opens nothing else. Of this process.
@@ -117,8 +130,8 @@ On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a 
 ## Response headers
 | header | meaning |
 | --- | --- |
-| `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `route` or `block`; absent when nothing is. \
-Where the answer was generated again after it was judged (`retry`, `route` of stage `output`): of what the client gets |
+| `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `retry`, `route` or `block`, the most severe; \
+absent when nothing is. `retry` stays when the answer after it is clean, as `route` of stage `output` does |
 | `x-guard-rules` | the rules that hit, separated by commas |
 | `x-guard-policy` | name of the policy and the first 12 digits of its content's hash |
 | `x-guard-request-id` | the ledger's id, new for each request |
@@ -147,7 +160,8 @@ def reference() -> str:
         for title, note, columns, rows in (
             (
                 "Errors of the proxy itself",
-                "\nIn OpenAI's shape. vLLM's own errors keep status and body.\n",
+                "\nIn OpenAI's shape. vLLM's own errors keep status and body; where rules judge answers, some but "
+                "for their [words](#streamed-answers).\n",
                 ("status", "`error.code`", "`error.type`", "outcome in the ledger", "when"),
                 list(_errors()),
             ),
@@ -163,7 +177,15 @@ def reference() -> str:
 
 
 def _head() -> str:
-    limits = {"MAX_MESSAGES": MAX_MESSAGES, "MAX_PARTS": MAX_PARTS, "MAX_TOOLS": MAX_TOOLS, "MAX_VALUES": MAX_VALUES}
+    limits = {
+        "MAX_PROMPTS": MAX_PROMPTS,
+        "MAX_REPEATED": MAX_REPEATED,
+        "MAX_MESSAGES": MAX_MESSAGES,
+        "MAX_PARTS": MAX_PARTS,
+        "MAX_TOOLS": MAX_TOOLS,
+        "MAX_VALUES": MAX_VALUES,
+        "MAX_DEPTH": MAX_DEPTH,
+    }
     return re.sub(r"MAX_[A-Z]+", lambda name: f"{limits[name[0]]:,}", HEAD)
 
 

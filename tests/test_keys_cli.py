@@ -85,3 +85,28 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_changes_nothing(
     assert err.startswith("guard: ")
     assert message in err
     assert (file.read_text() if file.exists() else None) == text
+
+
+def test_keys_whose_policy_no_key_may_have_are_told_by_list_and_lint(tmp_path: Path) -> None:
+    file, policies = tmp_path / "keys.yaml", tmp_path / "policies"
+    policies.mkdir()
+    for name in ("one", "strict"):
+        (policies / f"{name}.yaml").write_text(f"{{version: 1, name: {name}}}")
+    (policies / "selection.yaml").write_text("{version: 1, default: one}")
+    (_, fine), (_, lost) = created(file, "--policy", "one"), created(file, "--policy", "strict")
+    said = f"key {lost}: each of its requests is a 503: it has the policy strict, and keys may have one ("
+    code, out, err = keys("list", "--file", str(file), "--policy", str(policies))
+    assert (code, len(out.splitlines())) == (0, 2)
+    assert said in err
+    assert fine not in err
+    linted = runner.invoke(app, ["policy", "lint", str(policies), "--keys", str(file)])
+    assert linted.exit_code == 0
+    assert f"{policies}: note: {said}" in linted.stdout
+    # A single policy is everybody's.
+    assert said in keys("list", "--file", str(file), "--policy", str(policies / "one.yaml"))[2]
+    (policies / "selection.yaml").write_text("{version: 1, default: one, for_keys: [strict]}")
+    assert keys("list", "--file", str(file), "--policy", str(policies))[2] == ""
+    assert "note" not in runner.invoke(app, ["policy", "lint", str(policies), "--keys", str(file)]).stdout
+    broken = keys("list", "--file", str(file), "--policy", str(tmp_path / "nothing.yaml"))
+    assert broken[0] == 1
+    assert "nothing.yaml" in broken[2]

@@ -55,13 +55,12 @@ def whole(finished: Finished) -> Json:
     shown["course"] = [{"tokens": one.tokens, "scores": dict(one.scores)} for one in record.course]
     if judges is None:
         return shown
-    answered = record.answer
-    shown["rules"] = _rules(judges.live, record.scores, record.decision, answered, record.deciding)
+    shown["rules"] = _rules(judges.live, record.scores, record.decision, record.answers, record.deciding)
     shown["detectors"] = _detectors(judges.live, record)
     if judges.shadow is not None and record.shadow is not None:
-        beside, would = record.shadow, answered.shadow if answered is not None else None
-        both = [beside.decision, *([would.decision] if would is not None else [])]
-        worst = max(both, key=lambda one: SEVERITY[one.action])
+        beside = record.shadow
+        would = [one.shadow for one in record.answers if one.shadow is not None]
+        worst = max(record.shadow_decisions, key=lambda one: SEVERITY[one.action])
         rules = _rules(judges.shadow, beside.scores, beside.decision, would, worst)
         shown["shadow"] = {"policy": beside.policy, "action": worst.action, "rules": rules}
     return shown
@@ -71,24 +70,27 @@ def _rules(
     policy: BoundPolicy,
     of_prompt: Mapping[str, Score],
     on_prompt: Decision | None,
-    answered: Answered | None,
+    answers: Sequence[Answered],
     deciding: Decision | None,
 ) -> list[Json]:
     """Every rule, of stages that were not come to as well. What hit is what was recorded: in a stream a rule stays hit
-    whatever its scores are at the end, and is shown with those that it hit on."""
+    whatever its scores are at the end, as it does when its answer was generated again, and is shown with those that it
+    hit on."""
     shown = []
-    last = {name: one.counts for name, one in answered.end.items()} if answered is not None else {}
+    last = {name: one.counts for name, one in answers[-1].end.items()} if answers else {}
+    met = {rule: scores for one in answers for rule, scores in one.met.items()}
+    prompt = [] if on_prompt is None else [on_prompt]
     for stage in STAGES:
-        decision = on_prompt if stage == "prompt" else answered.decision if answered is not None else None
+        decisions = prompt if stage == "prompt" else [one.decision for one in answers]
         scores = of_prompt if stage == "prompt" else last
-        at_hits = answered.met if answered is not None and stage != "prompt" else {}
-        hits = {hit.rule: hit for hit in decision.hits} if decision is not None else {}
+        at_hits = met if stage != "prompt" else {}
+        hits = {hit.rule: hit for one in decisions for hit in one.hits}
         for one in dissect(policy, scores, stage, at_hits):
             hit = hits.get(one.name)
             shown.append(
                 {
                     **asdict(one),
-                    "judged": decision is not None,
+                    "judged": bool(decisions),
                     "hit": hit is not None and not hit.on_error,
                     "on_error": hit is not None and hit.on_error,
                     "does": hit.action if hit is not None else one.does,

@@ -5,7 +5,7 @@ With a model's calibrations at hand, thresholds, spans and steering vectors are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from detectors.registry import BUILT_IN
@@ -24,6 +24,7 @@ from guard.policy.policy_set import (
 )
 from guard.policy.routing import check_routes
 from guard.policy.schema import Policy, detectors_in
+from guard.policy.selection import keys_without_policy
 from guard.policy.yaml_file import PolicyError, read_mapping, validated
 
 
@@ -35,11 +36,12 @@ def lint(
     model_configs: Path | None = None,
     model: Path | None = None,
     elsewhere: Collection[str] = (),
+    keys: Mapping[str, str] | None = None,
 ) -> int:
     """Check every file, and every folder as a whole, and report each; returns 1 when any cannot be used, else 0.
 
     model: its folder, where it is on this machine; calibrations on other weights are then said. elsewhere:
-    models of other providers.
+    models of other providers. keys: policies of API keys by the keys' ids, which each folder is to have.
     """
 
     def bound(loaded: LoadedPolicy) -> BoundPolicy:
@@ -53,7 +55,7 @@ def lint(
         if path.is_dir():
             # One that is wrong is told once; the whole would only tell it again.
             sound = all([_reported(_lines(file, None, None, elsewhere), say) for file in _files(path)])
-            sound = sound and _reported(_whole(path, bound if config_key else None, model), say)
+            sound = sound and _reported(_whole(path, bound if config_key else None, model, keys or {}), say)
         else:
             sound = _reported(_lines(path, bound if config_key else None, model, elsewhere), say)
         failed |= not sound
@@ -119,11 +121,10 @@ def _lines(path: Path, bound: Bound | None, model: Path | None, elsewhere: Colle
         yield from (f"{path}: note: {remark}" for remark in (*remarks(loaded.policy), *calibrated))
 
 
-def _whole(folder: Path, bound: Bound | None, model: Path | None) -> Iterator[str]:
-    if bound is None:
-        yield f"{folder}: ok (default {read_folder(folder).selection.default})"
-        return
-    policies = load_policies(folder, bound)
-    yield f"{folder}: ok (default {policies.selection.default})"
-    for one in policies.policies:
+def _whole(folder: Path, bound: Bound | None, model: Path | None, keys: Mapping[str, str]) -> Iterator[str]:
+    policies = load_policies(folder, bound) if bound is not None else None
+    selection = policies.selection if policies is not None else read_folder(folder).selection
+    yield f"{folder}: ok (default {selection.default})"
+    yield from (f"{folder}: note: {remark}" for remark in keys_without_policy(selection, keys))
+    for one in policies.policies if policies is not None else ():
         yield from (f"{folder}: note: policy {one.label}: {remark}" for remark in calibration_remarks(one, model))

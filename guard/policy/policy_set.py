@@ -93,6 +93,13 @@ def read_folder(path: Path) -> Folder:
     return Folder(selection, loaded, file)
 
 
+def selection_at(path: Path) -> Selection:
+    """What the policies at a path select, without binding any to a model. Raises ``PolicyError``."""
+    if path.is_dir():
+        return read_folder(path).selection
+    return Selection(version=1, default=load_policy(pinned(path.parent) / path.name).policy.name)
+
+
 def load_single(path: Path, bind_policy: Bind) -> PolicySet:
     """A set of one policy. Raises ``PolicyError``."""
     loaded = load_policy(pinned(path.parent) / path.name)

@@ -103,6 +103,11 @@ class Selection(Section):
         return self
 
     @property
+    def of_keys(self) -> tuple[str, ...]:
+        """Policies that a key may have as its own."""
+        return tuple(dict.fromkeys((*self.for_keys, self.default)))
+
+    @property
     def pairs(self) -> tuple[tuple[str, str | None], ...]:
         """Every live policy with the one beside it that a request may get."""
         chosen = [(self.default, self.shadow), *((one.policy, one.shadow or self.shadow) for one in self.assignments)]
@@ -143,13 +148,23 @@ def choose(selection: Selection, facts: RequestFacts) -> Choice:
     Raises ``NoSuchPolicyError``: never another policy in place of the one that a key was given.
     """
     if facts.policy is not None:
-        if facts.policy not in (*selection.for_keys, selection.default):
+        if facts.policy not in selection.of_keys:
             raise NoSuchPolicyError(f"no policy {facts.policy} for keys; selection.yaml lists them under for_keys")
         return Choice(facts.policy, selection.shadow, None)
     for one in selection.assignments:
         if fits(one.match, facts) and _is_in_share(one, facts):
             return Choice(one.policy, one.shadow or selection.shadow, one.name)
     return Choice(selection.default, selection.shadow, None)
+
+
+def keys_without_policy(selection: Selection, keys: Mapping[str, str]) -> list[str]:
+    """A sentence for each key that gets no answer, as ``choose`` has it. keys: id -> the policy that it has."""
+    return [
+        f"key {key_id}: each of its requests is a 503: it has the policy {policy}, and keys may have "
+        f"{', '.join(selection.of_keys)} (for_keys and default of selection.yaml)"
+        for key_id, policy in keys.items()
+        if policy not in selection.of_keys
+    ]
 
 
 def fits(match: Match, facts: RequestFacts) -> bool:

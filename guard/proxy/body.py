@@ -39,6 +39,10 @@ MAX_VALUES = 100_000
 """Most texts, fields, lists and objects in a body, at any depth: each may be a text of its own to judge, however short.
 Numbers do not count: a prompt in tokens has many."""
 
+MAX_DEPTH = 200
+"""Most lists and objects inside one another. Copying, and writing as JSON, takes Python's stack, which ends at some
+hundreds."""
+
 QUICK_BYTES = 64 * 1024
 """Bodies up to this length are parsed at once; longer ones in a thread, so that nobody else waits."""
 
@@ -184,27 +188,36 @@ def check_size(fields: dict[str, Any]) -> None:
     """Raises ``InvalidRequestError`` for more than a request may have: each takes time, in the guard and in vLLM."""
     for name, most in (("tools", MAX_TOOLS), ("functions", MAX_TOOLS), ("messages", MAX_MESSAGES)):
         _check_length(name, fields.get(name), most)
-    messages = fields.get("messages")
-    given = fields.get("input")
-    if isinstance(given, list) and any(isinstance(item, dict) for item in given):
-        _check_length("input", given, MAX_MESSAGES)
-        messages = given
-    contents = [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+    messages, given = _messages_in(fields.get("messages")), _messages_in(fields.get("input"))
+    _check_length("messages", messages, MAX_MESSAGES)
+    _check_length("input", given, MAX_MESSAGES)
+    contents = [one.get("content") for one in (*messages, *given)]
     parts = sum(len(content) for content in contents if isinstance(content, list))
     if parts > MAX_PARTS:
         raise InvalidRequestError(
             f"the messages have {parts} parts together; at most {MAX_PARTS} are taken", "messages"
         )
-    left = MAX_VALUES
-    waiting: list[Any] = [fields]
-    while waiting:
-        one = waiting.pop()
-        inside = one.values() if isinstance(one, dict) else one
-        found = [inner for inner in inside if isinstance(inner, str | list | dict)]
-        left -= len(one) if isinstance(one, dict) else len(found)
-        if left < 0:
-            raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
-        waiting += [inner for inner in found if not isinstance(inner, str)]
+    left, depth = MAX_VALUES, 0
+    level: list[Any] = [fields]
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InvalidRequestError(f"the body is nested too deeply: more than {MAX_DEPTH} lists and objects")
+        below: list[Any] = []
+        for one in level:
+            inside = one.values() if isinstance(one, dict) else one
+            found = [inner for inner in inside if isinstance(inner, str | list | dict)]
+            left -= len(one) if isinstance(one, dict) else len(found)
+            if left < 0:
+                raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
+            below += [inner for inner in found if not isinstance(inner, str)]
+        level = below
+
+
+def _messages_in(value: Any) -> list[dict[str, Any]]:
+    """Of a list of messages, or of several such lists."""
+    lists = [value, *value] if isinstance(value, list) else []
+    return [one for inner in lists if isinstance(inner, list) for one in inner if isinstance(one, dict)]
 
 
 def _check_length(name: str, value: Any, most: int) -> None:

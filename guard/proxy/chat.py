@@ -21,7 +21,7 @@ from guard.proxy.body import F, GuardedRequest, parsed
 from guard.proxy.capturing import capturing_of
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
-from guard.proxy.judged import block, relay_judged
+from guard.proxy.judged import block, relay_failed, relay_judged
 from guard.proxy.judging import AnswerJudge, Conversation
 from guard.proxy.readouts import Finding, gate_reports
 from guard.proxy.recording import Handler
@@ -82,10 +82,12 @@ class _Asking:
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""
-        failed = isinstance(answer, PlainAnswer) and answer.failed
         try:
-            if failed or not self.judges.judges_answers:
+            if not self.judges.judges_answers:
                 await relay(self.exchange, answer, self.request.form.ends)
+                return None
+            if isinstance(answer, PlainAnswer) and answer.failed:
+                await relay_failed(self.exchange, await answer.whole(), begun=False)
                 return None
             judge = AnswerJudge(self.judges, self.asked, finding.readouts, finding.reason, self._conversation())
             return await relay_judged(self.exchange, self.request, answer, judge, attempts)
@@ -128,7 +130,8 @@ async def _judged(asking: _Asking) -> None:
                     asking.judges, asking.asked, opening, record, asking.sent_s, asking.texts, waits=_waits(asking)
                 )
                 if decided is None:
-                    return await relay(asking.exchange, await opening, request.form.ends)
+                    await asking.pass_on(await opening, UNREAD)
+                    return
                 decision, finding = decided
             refusal = None
             if decision.action in PASSES or (decision.action != "block" and opening.done()):

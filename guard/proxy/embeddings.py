@@ -1,27 +1,35 @@
 """Embeddings: nothing is generated and nothing is read inside the model, so only text is judged.
 
-Owns this API's bodies and its stages. Detectors that read the model are unavailable here, never clean: ``on_error``
-decides.
+Owns this API's bodies and its stages. Of several texts or conversations each is a prompt of its own, and judged by
+itself: roles and scopes are a conversation's, and many clean texts do not make up for one that is not. Detectors that
+read the model are unavailable here, never clean: ``on_error`` decides.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from guard.policy.schema import Action
+from detectors.base import Score
+from guard.policy import BoundPolicy, Decision, Judges
+from guard.policy.judges import Scores
+from guard.policy.over_time import Seen
+from guard.policy.schema import Action, detectors_in
 from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.body import GuardedRequest, parsed
 from guard.proxy.capturing import capturing_of
 from guard.proxy.chat import redacted_and_routed
-from guard.proxy.errors import InvalidRequestError, SteeringError
+from guard.proxy.errors import InvalidRequestError, RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
+from guard.proxy.judging import joined, severity_of
 from guard.proxy.readouts import Finding
 from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import EMBEDDINGS, Services
-from guard.proxy.verdict import blocked, judge, read_texts
+from guard.proxy.verdict import Judged, blocked, judged, note, read_each
 from guard.proxy.wire import AS_TOKENS, Fields, Slot, Texts, around
 from guard.proxy.wire_choices import chat_form
 
@@ -29,37 +37,111 @@ NOT_READ = Finding(None, "the model is not read while it embeds")
 STEERS: tuple[Action, ...] = ("steer", "retry")
 
 
+MAX_PROMPTS = 2048
+"""Most texts or conversations of one request, as OpenAI has it for texts: each is judged by itself."""
+
+MAX_REPEATED = 4_000_000
+"""Most characters of what templates may show beside a prompt, such as tools, in all prompts together: each may have
+them, and so each is judged with them."""
+
+
 def _check(fields: Fields) -> None:
     if "messages" in fields and "input" in fields:
         # The engine embeds one of them; which, is not for the guard to guess.
         raise InvalidRequestError("give messages or input, not both", "input")
+    if (name := _conversations_in(fields)) is not None:
+        _check_conversations(fields, name)
+        return _check_number(fields, name)
     if "messages" in fields:
         return chat_form.check(fields)
     given = fields.get("input")
     if not isinstance(given, str | list) or not given:
         raise InvalidRequestError("input must be a text or a list, and not empty", "input")
     for i, one in enumerate(given if isinstance(given, list) else ()):
-        if isinstance(one, list) and not all(isinstance(token, int) for token in one):
-            raise InvalidRequestError("several conversations cannot be guarded in one request; send one each", "input")
+        if isinstance(one, list) and not (one and all(isinstance(token, int) for token in one)):
+            raise InvalidRequestError(f"input[{i}] must be a list of tokens or of messages, not empty", f"input[{i}]")
         if isinstance(one, dict) != isinstance(given[0], dict):
             raise InvalidRequestError(f"input[{i}] is of another kind than input[0]", f"input[{i}]")
         if isinstance(one, dict) and not isinstance(one.get("role"), str):
             raise InvalidRequestError(f"input[{i}].role must be a string", f"input[{i}].role")
-    if (chat := _chat(fields)) is not None:
+    for chat in _chats(fields):
         chat_form.check(chat)
+    if _prompts_in(fields):
+        _check_number(fields, "input")
 
 
-def _chat(fields: Fields) -> Fields | None:
-    """The request as a chat's, where it has messages: under either name. They are the same objects."""
+def _prompts_in(fields: Fields) -> str | None:
+    """The field that is a list of prompts; None where there is one prompt."""
+    given = fields.get("input")
+    if isinstance(given, list) and all(isinstance(one, str | list) for one in given):
+        return "input"
+    return _conversations_in(fields)
+
+
+def _conversations_in(fields: Fields) -> str | None:
+    """The field that is a list of conversations, each a list of messages; None where neither is."""
+    for name in ("messages", "input"):
+        given = fields.get(name)
+        lists = [one for one in given if isinstance(one, list)] if isinstance(given, list) else []
+        if lists and (name == "messages" or any(isinstance(inner, dict) for one in lists for inner in one)):
+            return name
+    return None
+
+
+def _check_conversations(fields: Fields, name: str) -> None:
+    for i, messages in enumerate(fields[name]):
+        where = f"{name}[{i}]"
+        if not isinstance(messages, list):
+            raise InvalidRequestError(f"{where} must be a list of messages, as others are", where)
+        try:
+            chat_form.check({**fields, "messages": messages})
+        except InvalidRequestError as error:
+            place = (error.param or "messages").removeprefix("messages")
+            raise InvalidRequestError(f"{where}: {error}", where + place) from None
+
+
+def _check_number(fields: Fields, name: str) -> None:
+    prompts = len(fields[name])
+    if prompts > MAX_PROMPTS:
+        raise InvalidRequestError(f"{name} has {prompts} entries; at most {MAX_PROMPTS} are taken", name)
+    repeated = prompts * sum(len(slot.text) for slot in around(fields))
+    if repeated > MAX_REPEATED:
+        raise InvalidRequestError(
+            f"what stands beside the prompts has {repeated} characters in all of them; at most {MAX_REPEATED} are "
+            "taken: send fewer at once",
+            name,
+        )
+
+
+def _chats(fields: Fields) -> list[Fields]:
+    """The request as chats', where it has messages, under either name and in several lists or one. The messages are the
+    same objects."""
+    if (name := _conversations_in(fields)) is not None:
+        return [{**fields, "messages": messages} for messages in fields[name]]
     if "messages" in fields:
-        return fields
+        return [fields]
     given = fields["input"]
-    return {**fields, "messages": given} if isinstance(given, list) and isinstance(given[0], dict) else None
+    return [{**fields, "messages": given}] if isinstance(given, list) and isinstance(given[0], dict) else []
+
+
+def _numbered(fields: Fields, slots: Callable[[Fields], list[Slot]]) -> list[Slot]:
+    """Slots of all its chats, whose messages are counted on; what is in no message once."""
+    found: list[Slot] = []
+    number = 0
+    for chat in _chats(fields):
+        for slot in slots(chat):
+            # In the request itself, not in the copy: what is redacted there is to be gone here.
+            owner = fields if slot.owner is chat else slot.owner
+            if slot.message >= 0 or not number:
+                message = slot.message + number if slot.message >= 0 else slot.message
+                found.append(replace(slot, message=message, owner=owner))
+        number += len(chat["messages"])
+    return found
 
 
 def _slots(fields: Fields) -> list[Slot]:
-    if (chat := _chat(fields)) is not None:
-        return chat_form.slots(chat)
+    if _chats(fields):
+        return _numbered(fields, chat_form.slots)
     given = fields["input"]
     if isinstance(given, str):
         return [Slot(0, 0, fields, "input")]
@@ -67,21 +149,16 @@ def _slots(fields: Fields) -> list[Slot]:
 
 
 def _beside(fields: Fields) -> list[Slot]:
-    chat = _chat(fields)
-    if chat is None:
-        return around(fields)
-    # In the request itself, not in the copy: what is redacted there is to be gone here.
-    return [replace(slot, owner=fields) if slot.owner is chat else slot for slot in chat_form.beside(chat)]
+    return _numbered(fields, chat_form.beside) if _chats(fields) else around(fields)
 
 
 def _roles(fields: Fields) -> tuple[str, ...]:
-    chat = _chat(fields)
-    return chat_form.roles(chat) if chat is not None else ("user",)
+    return tuple(role for chat in _chats(fields) for role in chat_form.roles(chat)) or ("user",)
 
 
 def _unread(fields: Fields) -> str:
-    if (chat := _chat(fields)) is not None:
-        return chat_form.unread(chat)
+    if chats := _chats(fields):
+        return next((why for chat in chats if (why := chat_form.unread(chat))), "")
     given = fields["input"]
     texts = isinstance(given, str) or all(isinstance(one, str) for one in given)
     return "" if texts else AS_TOKENS
@@ -97,6 +174,14 @@ embeddings_form = Texts(
 )
 
 
+def prompts_of(request: GuardedRequest[Texts]) -> list[GuardedRequest[Texts]]:
+    """A request for each prompt of it; itself where it has one."""
+    name = _prompts_in(request.fields)
+    if name is None:
+        return [request]
+    return [replace(request, fields={**request.fields, name: one}) for one in request.fields[name]]
+
+
 async def embeddings(services: Services, exchange: Exchange) -> None:
     """Raises ``ApiError`` or ``ClientGoneError`` for every end but an answer."""
     record, settings = exchange.record, services.settings
@@ -109,16 +194,67 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     exchange.affinity = affinity_of(request.fields)
     judges = judges_for(services.policies, exchange, request.model)
     exchange.capturing = capturing_of(judges, request, record)
-    asked, texts = judges.ask(request.roles), await read_texts(judges, request)
-    decision = judge(judges, asked, NOT_READ, record, texts)
+    found = await _judged_each(judges, prompts_of(request))
+    together = _together(judges, found)
+    note(judges, together, record)
     # No gate can open.
     record.armed = ()
     record.own_s = time.perf_counter() - began_s
-    if decision.action == "block":
-        raise blocked(decision)
-    if decision.action in STEERS:
-        raise SteeringError(f"rule {decision.rule} steers, which an embedding cannot be")
-    await exchange.until_client_leaves(_embed(services, exchange, redacted_and_routed(request, decision, judges)))
+    if together.decision.action == "block":
+        raise blocked(together.decision)
+    if steers := next((one.decision for one in found if one.decision.action in STEERS), None):
+        raise SteeringError(f"rule {steers.rule} steers, which an embedding cannot be")
+    request = _as_decided(request, [one.decision for one in found], judges)
+    await exchange.until_client_leaves(_embed(services, exchange, request))
+
+
+async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]]) -> list[Judged]:
+    texts = await read_each(judges, prompts)
+
+    def judge() -> list[Judged]:
+        return [judged(judges, judges.ask(one.roles), NOT_READ, read) for one, read in zip(prompts, texts, strict=True)]
+
+    # Many take a while, and nobody else is to wait for it.
+    return judge() if len(prompts) == 1 else await asyncio.to_thread(judge)
+
+
+def _together(judges: Judges, found: Sequence[Judged]) -> Judged:
+    """Of all prompts the worst decision, with the rules that hit in the others; of each detector the highest score, but
+    of those that the decision rests on the ones that it was made on."""
+    worst = max(found, key=lambda one: severity_of(one.decision))
+    decision = joined(worst.decision, [one.decision for one in found])
+    scores = _most(judges.live, worst.decision, worst.scores.live, [one.scores.live for one in found])
+    would, beside = None, worst.scores.shadow
+    if judges.shadow is not None:
+        by_shadow = [(one.would, one.scores.shadow) for one in found if one.would is not None]
+        worst_would, read = max(by_shadow, key=lambda one: severity_of(one[0]))
+        would = joined(worst_would, [one for one, _ in by_shadow])
+        beside = _most(judges.shadow, worst_would, read, [one for _, one in by_shadow])
+    return Judged(worst.asked, Scores(scores, beside), decision, would)
+
+
+def _most(
+    policy: BoundPolicy, decision: Decision, rests_on: Mapping[str, Score], of_all: Sequence[Mapping[str, Score]]
+) -> dict[str, Score]:
+    seen = Seen()
+    seen.add(of_all)
+    decided = () if decision.rule is None else detectors_in(policy.rule(decision.rule))
+    return {name: rests_on[name] if name in decided else one.counts for name, one in seen.whole.items()}
+
+
+def _as_decided(request: GuardedRequest[Texts], decisions: Sequence[Decision], judges: Judges) -> GuardedRequest[Texts]:
+    """Each prompt as its own decision has it. Raises ``RoutingError`` where they are for several models."""
+    models = {one.by.route.model for one in decisions if one.action == "route" and one.by and one.by.route}
+    if len(models) > 1:
+        raise RoutingError("rules route prompts of one request to several models; send one each")
+    name = _prompts_in(request.fields)
+    if name is None:
+        return redacted_and_routed(request, decisions[0], judges)
+    done, fields = [], request.fields
+    for prompt, decision in zip(request.fields[name], decisions, strict=True):
+        fields = redacted_and_routed(replace(request, fields={**fields, name: prompt}), decision, judges).fields
+        done.append(fields[name])
+    return replace(request, fields={**fields, name: done})
 
 
 async def _embed(services: Services, exchange: Exchange, request: GuardedRequest[Texts]) -> None:

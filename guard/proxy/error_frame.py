@@ -1,47 +1,84 @@
-"""The frame with which a model server ends a stream that it cannot finish: how it is told from others, and what of it a
-client gets.
+"""Errors of a model server in place of an answer, or of its rest: how a stream's is told from other frames, and what of
+one a client gets where rules judge answers.
 
-Owns what counts as such an error. A field that is called so and is empty is none.
+Owns what counts as such an error; a field that is called so and is empty is none. Its words are the model server's own,
+and may quote what the model wrote (a parser's message does): no rule reads them, so they do not leave.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
-from guard.proxy.wire import DATA, with_data
-
-TOLD = ("type", "message", "code", "param", "status")
-"""What an error says, and nothing that an answer would."""
-
-BESIDE = ("type", "message", "code", "param", "sequence_number", "request_id")
-"""Fields beside the error itself, and of those that are not inside a field of their own."""
+from guard.proxy.wire import DATA, compact
 
 UNTOLD = "the model server ended its answer with an error"
 
+SERVER_ERROR = "server_error"
+"""The type of an error that names none, as OpenAI calls it."""
 
-def error_frame(raw: bytes) -> bytes | None:
-    """The frame as far as it is an error; None for every other. One that is nothing else stays as it came."""
+KINDS = ("type", "code", "param", "status")
+"""What an error says in one word or number."""
+
+BESIDE = ("type", "sequence_number", "request_id")
+"""Fields beside the error itself that clients read."""
+
+WORD = re.compile(r"[A-Za-z0-9_.\[\]-]{0,64}")
+
+
+@dataclass(frozen=True)
+class EngineError:
+    """``told``: what of it a client gets, as a frame or a body. ``said``: all of it, for whoever may keep texts."""
+
+    told: bytes
+    said: str = field(repr=False)
+
+
+def error_frame(raw: bytes) -> EngineError | None:
+    """None for a frame of a stream that is no error."""
     named = any(line.startswith(b"event:") and line[len(b"event:") :].strip() == b"error" for line in raw.split(b"\n"))
     if not named and b"error" not in raw:
         return None
-    try:
-        data: Any = json.loads(b"\n".join(line[len(DATA) :] for line in raw.split(b"\n") if line.startswith(DATA)))
-    except (ValueError, RecursionError):
-        data = None
-    if not named and not (isinstance(data, dict) and (data.get("error") or data.get("type") == "error")):
+    text = b"\n".join(line[len(DATA) :] for line in raw.split(b"\n") if line.startswith(DATA))
+    data = _object(text)
+    if not named and not (data.get("error") or data.get("type") == "error"):
         return None
-    told = _told(data) if isinstance(data, dict) else {"error": {"message": UNTOLD}}
-    return raw if told == data else with_data(raw, told)
+    head = b"event: error\n" if named else b""
+    told = head + b"data: " + compact(_told(data, named=named)) + b"\n\n"
+    return EngineError(told, text.decode("utf-8", "replace"))
 
 
-def _told(data: dict[str, Any]) -> dict[str, Any]:
-    error = data.get("error")
+def error_body(body: bytes) -> EngineError:
+    """Of a whole answer whose status says that it is an error."""
+    return EngineError(compact(_told(_object(body))), body.decode("utf-8", "replace"))
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """Empty for what is no JSON object."""
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _told(data: dict[str, Any], *, named: bool = False) -> dict[str, Any]:
+    """In the shape that it has: OpenAI's, beside which Anthropic's clients read a type; or, without ``error``, that of
+    the responses' events."""
     beside = _plain(data, BESIDE)
-    if isinstance(error, dict):
-        return {**beside, "error": _plain(error, TOLD)}
-    return {**beside, "error": error} if isinstance(error, str) else beside or {"error": {"message": UNTOLD}}
+    error = data.get("error")
+    if not error and "message" in data:
+        return {**beside, **_plain(data, KINDS), "message": UNTOLD}
+    kinds = _plain(error, KINDS) if isinstance(error, dict) else {}
+    told = {"message": UNTOLD, "type": SERVER_ERROR, "param": None, "code": None, **kinds}
+    return {**({"type": "error"} if named else {}), **beside, "error": told}
 
 
 def _plain(data: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in data.items() if name in names and not isinstance(value, dict | list)}
+    return {name: data[name] for name in names if name in data and _is_plain(data[name])}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int) or (isinstance(value, str) and WORD.fullmatch(value) is not None)

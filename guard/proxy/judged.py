@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from guard.policy import Decision
 from guard.proxy.answer import Answer, StreamedAnswer, Whole
 from guard.proxy.body import GuardedRequest
-from guard.proxy.error_frame import error_frame
+from guard.proxy.error_frame import EngineError, error_body, error_frame
 from guard.proxy.errors import UpstreamError
-from guard.proxy.exchange import Exchange
-from guard.proxy.judging import AnswerJudge
+from guard.proxy.exchange import JSON, Exchange
+from guard.proxy.judging import AnswerJudge, Unit
 from guard.proxy.refusal import ending, refuse
 from guard.proxy.relay import broke_off, relay_whole
-from guard.proxy.usage import count_event, count_whole
+from guard.proxy.usage import came, count_event, count_whole
 from guard.proxy.verdict import blocked
 from guard.proxy.wire import Form, Frame, compact, frames_of
 from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
 from guard.proxy.withholding import Withheld
+
+ERROR: Unit = (0, "error")
+"""Where a model server's error is kept, for those who may keep texts."""
 
 
 async def relay_judged(
@@ -52,7 +55,8 @@ async def _whole(
     exchange: Exchange, request: GuardedRequest[Form], whole: Whole, judge: AnswerJudge, attempts: int
 ) -> Decision | None:
     if whole.status != 200:
-        await relay_whole(exchange, whole)
+        # The head of such an answer came behind the readouts of its prompt.
+        await relay_failed(exchange, whole, begun=True)
         return None
     count_whole(exchange.record, whole.body)
     frame = _one_frame(request, whole)
@@ -70,6 +74,16 @@ async def _whole(
     body = compact(frame.data) if frame.changed else whole.body
     await relay_whole(exchange, Whole(whole.status, whole.headers, body))
     return None
+
+
+async def relay_failed(exchange: Exchange, whole: Whole, *, begun: bool) -> None:
+    """An error in place of an answer that rules would have judged. One about the request keeps its words; a fault of
+    the model server, and whatever comes once the answer has ``begun``, may quote what the model wrote."""
+    if begun or whole.status >= 500:
+        error = error_body(whole.body)
+        exchange.withhold({ERROR: error.said})
+        whole = replace(whole, headers={**whole.headers, **JSON}, body=error.told)
+    await relay_whole(exchange, whole)
 
 
 def _one_frame(request: GuardedRequest[Form], whole: Whole) -> Frame:
@@ -102,6 +116,7 @@ class _Stream:
             for raw in batch:
                 end, error = raw, error_frame(raw)
                 if error is not None:
+                    came(self.exchange.record, raw)
                     break
                 await self._take(raw)
             if contract == "observe":
@@ -132,15 +147,15 @@ class _Stream:
         await self.exchange.end()
         return None
 
-    async def _fail(self, error: bytes) -> None:
+    async def _fail(self, error: EngineError) -> None:
         """The model server gave up: whatever it may send after it is no answer, and what is withheld was not judged to
         its end, and never will be."""
         exchange, record = self.exchange, self.exchange.record
-        record.frames += 1
+        exchange.withhold({ERROR: error.said})
         record.complete, record.outcome = True, "upstream_error"
         if not exchange.started:
             await exchange.start(200, self.answer.headers)
-        await exchange.end(error + (DONE_FRAME if self.request.form.ends(DONE_FRAME) else b""))
+        await exchange.end(error.told + (DONE_FRAME if self.request.form.ends(DONE_FRAME) else b""))
 
     async def _take(self, raw: bytes) -> None:
         if all(line.startswith(b":") for line in raw.splitlines() if line):
@@ -149,7 +164,7 @@ class _Stream:
                 await self.exchange.stream(raw)
             return
         record = self.exchange.record
-        record.frames += 1
+        came(record, raw)
         for frame in frames_of(self.request.form, raw):
             frame.changed |= hide_token_ids(self.request.fields, frame.data)
             self.judge.add(frame)
@@ -174,7 +189,8 @@ class _Stream:
         exchange, record = self.exchange, self.exchange.record
         exchange.withhold(self.judge.texts)
         record.answer = self.judge.answered(self.attempts)
-        if not record.complete or record.completion_tokens is None:
+        # Frames of several tokens each are not counted, but bounded.
+        if record.most_frame_tokens == 1 and (not record.complete or record.completion_tokens is None):
             record.completion_tokens = max(record.completion_tokens or 0, self.judge.tokens.total())
         if not exchange.started:
             await block(exchange, self.request, decision)

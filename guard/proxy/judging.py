@@ -150,12 +150,12 @@ class AnswerJudge:
         self.complete = complete
         self._note(found)
         rulings = [*([self.ruling] if self.ruling else []), *found]
-        worst = max(rulings, key=lambda one: _severity(one.decision))
+        worst = max(rulings, key=lambda one: severity_of(one.decision))
         shadows = [one.shadow for one in rulings if one.shadow is not None]
         self.ruling = replace(
             worst,
-            decision=_joined(worst.decision, [one.decision for one in rulings]),
-            shadow=_joined(max(shadows, key=_severity), shadows) if shadows else None,
+            decision=joined(worst.decision, [one.decision for one in rulings]),
+            shadow=joined(max(shadows, key=severity_of), shadows) if shadows else None,
         )
         return self.ruling
 
@@ -325,9 +325,9 @@ class AnswerJudge:
         both = [self.judges.decide(scores, stage) for stage in stages]
         live = [one for one, _ in both]
         shadows = [one for _, one in both if one is not None]
-        decision = _joined(max(live, key=_severity), live)
+        decision = joined(max(live, key=severity_of), live)
         self.marks[unit] = self._marks(decision, scores.live)
-        shadow = _joined(max(shadows, key=_severity), shadows) if shadows else None
+        shadow = joined(max(shadows, key=severity_of), shadows) if shadows else None
         return Ruling(unit[0], scores.live, decision, shadow, scores.shadow)
 
     def _marks(self, decision: Decision, scores: Mapping[str, Score]) -> list[Mark]:
@@ -357,11 +357,12 @@ def _merged(marks: Iterable[Mark]) -> list[Mark]:
     return merged
 
 
-def _severity(decision: Decision) -> int:
+def severity_of(decision: Decision) -> int:
+    """Of the enforced rule that hit worst; 0 where none did."""
     return max((hit.severity for hit in decision.hits if hit.mode == "enforce"), default=0)
 
 
-def _joined(decisive: Decision, decisions: Sequence[Decision]) -> Decision:
+def joined(decisive: Decision, decisions: Sequence[Decision]) -> Decision:
     """``decisive`` with the hits of all, each rule once, as it hit worst."""
     hits: dict[str, RuleHit] = {}
     for hit in (hit for one in (decisive, *decisions) for hit in one.hits):

@@ -151,6 +151,12 @@ class KeyRing:
     def admin(self, key_hash: str) -> Caller | None:
         return (self.admins or {}).get(key_hash)
 
+    @property
+    def policies(self) -> dict[str, str]:
+        """By key's id, of those that have a policy of their own."""
+        callers = (self.callers or {}).values()
+        return {one.key_id: one.policy for one in callers if one.key_id is not None and one.policy is not None}
+
 
 def hash_of(key: bytes) -> str:
     """SHA-256 in hex."""

@@ -1,7 +1,7 @@
 """vLLM's answer to the client, byte for byte, and what the record learns from it.
 
 Owns the end of a stream: one that breaks off ends with an error frame, never silently, since clients take a missing end
-for an end. Never decides anything.
+for an end; one in which the model server reports an error ends there. Never decides anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from guard.proxy.answer import Answer, StreamedAnswer, Whole
 from guard.proxy.error_frame import error_frame
 from guard.proxy.errors import ModelNotFoundError, UpstreamError
 from guard.proxy.exchange import Exchange
-from guard.proxy.usage import count_frame, count_whole, expect_nothing
+from guard.proxy.usage import came, count_frame, count_whole, expect_nothing
+from guard.proxy.wire_choices import DONE_FRAME
 
 NOT_FOUND = ("NotFoundError", "not_found_error")
 """How vLLM calls the error, in OpenAI's form and in Anthropic's."""
@@ -52,21 +53,24 @@ def _says_no_such_model(whole: Whole) -> bool:
 
 
 async def _relay_stream(exchange: Exchange, answer: StreamedAnswer, ends: Callable[[bytes], bool]) -> None:
-    last, failed = b"", False
+    last, record = b"", exchange.record
     async for frames in answer.batches():
         if not exchange.started:
             # Not sooner: an engine that dies before its first frame is still a real status.
             await exchange.start(200, answer.headers)
-        for last in frames:
-            failed = failed or error_frame(last) is not None
-            count_frame(exchange.record, last)
-        exchange.record.frames += len(frames)
+        for i, last in enumerate(frames):
+            count_frame(record, last)
+            came(record, last)
+            if error_frame(last) is not None:
+                # Whatever may come after it is no answer.
+                record.complete, record.outcome = True, "upstream_error"
+                await exchange.end(b"".join(frames[: i + 1]) + (DONE_FRAME if ends(DONE_FRAME) else b""))
+                return
         if frames:
             await exchange.stream(b"".join(frames))
     if not ends(last):
         raise broke_off()
-    exchange.record.complete = True
-    exchange.record.outcome = "upstream_error" if failed else "completed"
+    record.complete, record.outcome = True, "completed"
     await exchange.end()
 
 

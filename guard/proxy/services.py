@@ -6,6 +6,7 @@ Owns building and closing them. Holds nothing of any request but how many are un
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from detectors.model_config import ModelConfigError
 from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
 from guard.policy.routing import check_routes
+from guard.policy.selection import keys_without_policy
 from guard.policy.store import Reload
 from guard.proxy.access import Access
 from guard.proxy.admission import Admission
@@ -37,6 +39,8 @@ from guard.telemetry.metrics import Metrics, PolicyLabels
 from guard.telemetry.recent import Recent
 from guard.telemetry.tracing import Tracing, TracingError
 from guard.uses.rerank import RerankerConfig, load_reranker
+
+log = logging.getLogger("guard.keys")
 
 FORMS = (chat_form, completions_form, responses_form, messages_form)
 EMBEDDINGS, MODELS, OTHER = "/v1/embeddings", "/v1/models", "other"
@@ -71,9 +75,10 @@ class Services:
         limits_count = settings.workers == 1 or settings.redis_url is not None
         self.metrics = Metrics(ROUTES)
         keys = KeyStore(
-            settings.keys, settings.api_key_hashes, limits_count=limits_count, on_reload=self.metrics.show_keys
+            settings.keys, settings.api_key_hashes, limits_count=limits_count, on_reload=self._keys_reloaded
         )
         self.access = Access(keys)
+        self._warn_of_keys(self.policies.current)
         self.admission = Admission(settings, self.metrics.limit_fallbacks.inc)
         self._announce(self.policies.current)
         self.ledger = Ledger(
@@ -142,7 +147,17 @@ class Services:
     def _reloaded(self, result: Reload, policies: PolicySet) -> None:
         if result == "success":
             self._announce(policies)
+            self._warn_of_keys(policies)
         self.metrics.count_reload(result)
+
+    def _keys_reloaded(self, in_force: bool) -> None:
+        self.metrics.show_keys(in_force)
+        if in_force:
+            self._warn_of_keys(self.policies.current)
+
+    def _warn_of_keys(self, policies: PolicySet) -> None:
+        for remark in keys_without_policy(policies.selection, self.access.keys.current.policies):
+            log.warning("%s", remark)
 
     def _announce(self, policies: PolicySet) -> None:
         """Make room for what requests that these policies judge will be counted under, before any is."""

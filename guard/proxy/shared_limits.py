@@ -150,12 +150,10 @@ class SharedLimits:
             which, what, retry_ms = await self._admit(
                 keys=_keys(scopes), args=[lease, self._lease_s, *_numbers(scopes)]
             )
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, *FAILURES) as error:
             self._unsure[lease] = tuple(scopes)
-            raise
-        except FAILURES as error:
-            self._unsure[lease] = tuple(scopes)
-            self._failed(error)
+            if not isinstance(error, asyncio.CancelledError):
+                self._failed(error)
             raise
         if which == 0:
             self._held[lease] = tuple(scopes)
@@ -198,7 +196,7 @@ class SharedLimits:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         if self.reachable:
             # Its text may hold the address, and with it a password.
             log.error("Redis failed (%s); each replica counts its own requests meanwhile", type(error).__name__)

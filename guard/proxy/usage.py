@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guard.proxy.body import GuardedRequest
-from guard.proxy.wire import Form, Texts
+from guard.proxy.wire import Form, Texts, media_in, whole_number
 from guard.proxy.wire_choices import MAX_CHOICES
 from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
 
@@ -27,6 +27,10 @@ HALF_TOKENS = bytes(range(ord("a"), ord("z") + 1)) + bytes(range(ord("A"), ord("
 
 PER_MESSAGE = 8
 """Tokens that a template puts around a message, about."""
+
+PER_MEDIUM = 16_384
+"""Tokens of a picture, a sound, a video or a file. How many it really has only the model's own processor knows: this is
+the most that Qwen2-VL's makes of a picture by default (its model card), of a family that takes more than others do."""
 
 
 def usage_in(value: Any) -> tuple[int | None, int | None]:
@@ -95,12 +99,20 @@ def count_frame(record: RequestRecord, raw: bytes) -> None:
         return
 
 
+def came(record: RequestRecord, raw: bytes) -> None:
+    """One more frame of a stream. It has about one token, or as many as the client had the engine put into one, but no
+    more than bytes."""
+    record.frames += 1
+    record.frame_tokens += min(record.most_frame_tokens, len(raw))
+
+
 def expect(record: RequestRecord, request: GuardedRequest[Texts]) -> None:
     """A request is sent to a model server: until its answer tells more, this is what it may use. What whole answers
     before it used, which a policy did not want, stays charged."""
     if record.complete:
         record.earlier_tokens = record.tokens
-    record.completion_tokens, record.frames, record.complete = None, 0, False
+    record.completion_tokens, record.frames, record.frame_tokens, record.complete = None, 0, 0, False
+    record.most_frame_tokens = max(1, whole_number(request.fields.get("stream_interval")) or 1)
     record.answered_by = None
     # Of a stream what came is known, frame by frame; an embedding generates nothing.
     bounded = isinstance(request.form, Form) and not request.streamed
@@ -126,21 +138,22 @@ def settle(record: RequestRecord, request: GuardedRequest[Texts] | None, times: 
 
 def most_completion_tokens(fields: dict[str, Any]) -> int:
     """Of all choices of an answer together."""
-    given = [fields[name] for name in GENERATION_LIMITS if _is_count(fields.get(name))]
-    choices = max((fields[name] for name in ("n", "best_of") if _is_count(fields.get(name))), default=1)
+    given = [number for name in GENERATION_LIMITS if (number := whole_number(fields.get(name))) is not None]
+    choices = max(whole_number(fields.get(name)) or 1 for name in ("n", "best_of"))
     prompts = fields.get("prompt")
     several = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
-    most: int = min([MAX_CHARGED_ANSWER, *given])
+    most = max(0, min([MAX_CHARGED_ANSWER, *given]))
     return most * min(max(1, choices), MAX_CHOICES) * (len(prompts) if isinstance(prompts, list) and several else 1)
 
 
 def most_prompt_tokens(request: GuardedRequest[Texts]) -> int:
-    """Of the texts, and of prompts that are given as tokens. Pictures and files are not counted."""
+    """Of the texts, of pictures and the like, and of prompts that are given as tokens."""
     texts = [text.encode("utf-8", "backslashreplace") for _, _, text in request.texts]
     whole = sum(len(text.translate(None, HALF_TOKENS)) for text in texts)
     half = sum(len(text) for text in texts) - whole
     tokens = sum(1 for name in ("prompt", "input") for _ in _integers(request.fields.get(name)))
-    return whole + -(-half // 2) + tokens + PER_MESSAGE * len(request.roles)
+    media = PER_MEDIUM * media_in(request.fields)
+    return whole + -(-half // 2) + tokens + media + PER_MESSAGE * len(request.roles)
 
 
 def _integers(value: Any) -> Iterator[int]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from detectors.base import Score
 from guard.policy import Decision, Judges, Question
-from guard.policy.judges import PROMPT
+from guard.policy.judges import PROMPT, Scores
 from guard.proxy.answer import Answer, PlainAnswer, Whole
 from guard.proxy.body import GuardedRequest
 from guard.proxy.errors import ApiError, BlockedError, GuardUnavailableError
@@ -38,16 +39,30 @@ def blocked(decision: Decision) -> ApiError:
 
 async def read_texts(judges: Judges, request: GuardedRequest[Texts]) -> TextScores:
     """Scores by key of the detectors that read the prompt's text; in a thread, so that nobody else waits."""
+    (scores,) = await read_each(judges, [request])
+    return scores
+
+
+async def read_each(judges: Judges, requests: Sequence[GuardedRequest[Texts]]) -> list[TextScores]:
+    """The same of several prompts, in one bounded time for all."""
     late = judges.unread(PROMPT, Score("unavailable", reason="the text was not read in time", timed_out=True))
     if not late:
-        return {}
-    if request.unread:
-        return judges.unread(PROMPT, Score("unavailable", reason=request.unread))
+        return [{} for _ in requests]
+    unread = [one.unread for one in requests]
+    missing = [judges.unread(PROMPT, Score("unavailable", reason=why)) if why else None for why in unread]
+    if all(missing):
+        return [one or late for one in missing]
+
+    def read() -> list[TextScores]:
+        return [
+            without or judges.read_prompt(one.texts, one.roles) for one, without in zip(requests, missing, strict=True)
+        ]
+
     try:
         async with asyncio.timeout(judges.live.hold_s or judges.live.prompt_timeout_s):
-            return await asyncio.to_thread(lambda: judges.read_prompt(request.texts, request.roles))
+            return await asyncio.to_thread(read)
     except TimeoutError:
-        return late
+        return [one or late for one in missing]
 
 
 async def decide(
@@ -78,17 +93,37 @@ async def decide(
     return decision, finding
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the policies make of one prompt. ``would``: the shadow's decision, None without one."""
+
+    asked: Question
+    scores: Scores
+    decision: Decision
+    would: Decision | None
+
+
 def judge(judges: Judges, asked: Question, finding: Finding, record: RequestRecord, texts: TextScores) -> Decision:
     """The decision on a prompt, put on the record too."""
+    found = judged(judges, asked, finding, texts)
+    note(judges, found, record)
+    return found.decision
+
+
+def judged(judges: Judges, asked: Question, finding: Finding, texts: TextScores) -> Judged:
+    """The decisions on a prompt."""
     scores = judges.scores(asked, finding.readouts, finding.reason, timed_out=finding.timed_out, texts=texts)
-    decision, would = judges.decide(scores)
-    record.scores, record.measured, record.decision = scores.live, judges.live.digests, decision
+    return Judged(asked, scores, *judges.decide(scores))
+
+
+def note(judges: Judges, found: Judged, record: RequestRecord) -> None:
+    """Put on the record what a prompt was judged by."""
+    record.scores, record.measured, record.decision = found.scores.live, judges.live.digests, found.decision
     record.decided_s = time.perf_counter()
-    record.armed = asked.armed
-    if would is not None and judges.shadow is not None:
+    record.armed = found.asked.armed
+    if found.would is not None and judges.shadow is not None:
         shadow = judges.shadow
-        record.shadow = Beside(shadow.name, shadow.hash, scores.shadow, shadow.digests, would)
-    return decision
+        record.shadow = Beside(shadow.name, shadow.hash, found.scores.shadow, shadow.digests, found.would)
 
 
 async def _find(judges: Judges, asked: Question, opening: asyncio.Task[Answer], hold_s: float) -> Finding | None:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from guard.policy.conversation import KNOWN_ROLES
 from guard.proxy.errors import InvalidRequestError, UpstreamError
@@ -77,6 +77,14 @@ def check_messages(fields: Fields) -> None:
             raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
+
+
+def whole_number(value: Any) -> int | None:
+    """As the engine reads a field: it takes ``"2"`` and ``2.0`` for a number, too. None for what is none."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value[:9])
+    whole = not isinstance(value, bool) and isinstance(value, int | float) and value == int(value)
+    return int(value) if whole else None
 
 
 def _text(value: Any) -> str:
@@ -281,37 +289,60 @@ SOURCE, FILE = "source", "file"
 FILES = ("file_data", "file_id", "file_url")
 UNREAD_FILE = "a document or a file is in the prompt, whose text the guard does not have"
 
-STRUCTURE = frozenset(("content", "tool_calls", "function", "function_call", "summary", "output"))
-"""Fields of messages and their parts that hold parts."""
+CALLS = frozenset(("tool_calls", "function", "function_call"))
+STRUCTURE = CALLS | {"content", "summary", "output"}
+"""Fields of messages and their parts that hold parts, or calls of tools."""
+
+SAID_ANYWAY = frozenset(
+    (
+        *("arguments", "custom", "description", "function", "id", "index", "input", "name", "parameters"),
+        *("strict", "text", "title", "type"),
+    )
+)
+"""Names of fields that are in every tool, call or document."""
+
+TOOL_KINDS = ("function", "custom")
+
+Place = Literal["part", "call", "raw"]
+"""What a template is shown: of messages and their parts what the engine knows of them; of calls ids and whatever else
+they have; of all else everything as it is, names too."""
 
 
-def strings(message: int, value: Any, slots: Iterable[Slot] = ()) -> Iterator[Slot]:
+def strings(message: int, value: Any, slots: Iterable[Slot] = (), *, place: Place = "part") -> Iterator[Slot]:
     """Every string inside, names of fields too, but for what says how a message is built, and for what ``slots``
-    have."""
+    have. ``place``: what ``value`` is."""
     taken = {(id(slot.owner), slot.key) for slot in slots}
-    waiting: list[tuple[Any, bool]] = [(value, True)]
+    waiting: list[tuple[Any, Place]] = [(value, place)]
     while waiting:
-        one, builds = waiting.pop()
+        one, at = waiting.pop()
         inside = enumerate(one) if isinstance(one, list) else one.items() if isinstance(one, dict) else ()
         for key, inner in inside:
             named = isinstance(key, str)
-            if (builds and named and (key in NOT_SHOWN or key in MEDIA)) or (id(one), key) in taken:
+            if (id(one), key) in taken or (at == "part" and named and (key in NOT_SHOWN or key in MEDIA)):
                 continue
-            if builds and isinstance(inner, str) and (key == "role" or key in KINDS or key in IDS):
+            if isinstance(inner, str) and (
+                (at != "raw" and key in IDS) or (at == "part" and (key == "role" or key in KINDS))
+            ):
                 if slot := _named(message, one, key):
                     yield slot
                 continue
-            if builds and key in (SOURCE, FILE) and isinstance(inner, dict):
-                waiting += [(readable, True) for readable in _readable(key, inner)]
+            if at == "part" and key in (SOURCE, FILE) and isinstance(inner, dict):
+                waiting += [(readable, at) for readable in _readable(key, inner)]
                 yield from _text_of(message, inner)
                 continue
-            if named and not builds:
+            if at != "part" and named and key not in SAID_ANYWAY:
                 # A copy: a name is read, and stays.
                 yield Slot(message, -1, [key], 0)
-            if isinstance(inner, str):
+            if not isinstance(inner, str):
+                waiting.append((inner, _place_of(key, at) if isinstance(key, str) else at))
+            elif key != "type" or inner not in TOOL_KINDS:
                 yield Slot(message, -1, one, key)
-            else:
-                waiting.append((inner, builds and (not named or key in STRUCTURE)))
+
+
+def _place_of(key: str, inside: Place) -> Place:
+    if inside != "raw" and key in CALLS:
+        return "call"
+    return "part" if inside == "part" and key in STRUCTURE else "raw"
 
 
 def _readable(key: str, held: Fields) -> list[Any]:
@@ -345,6 +376,24 @@ def unread_files(fields: Fields) -> str:
     return ""
 
 
+PICTURED = MEDIA - {"encrypted_content", "signature"} | {FILE, *FILES}
+"""Fields that make a part a picture, a sound, a video or a file."""
+
+
+def media_in(fields: Fields) -> int:
+    """How many pictures, sounds, videos and files a request's messages have."""
+    found = 0
+    waiting = [fields.get(name) for name in ("messages", "input", "system")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        if isinstance(one, dict):
+            found += not PICTURED.isdisjoint(one) or isinstance(one.get(SOURCE), dict)
+            waiting += [one[name] for name in STRUCTURE if name in one]
+    return found
+
+
 def _named(message: int, owner: Fields, key: str) -> Slot | None:
     """The text of a role, an id or a kind; None for one that says nothing."""
     text = owner[key]
@@ -374,7 +423,7 @@ AROUND = (
 def around(fields: Fields) -> list[Slot]:
     """Texts of these fields."""
     texts = [Slot(-1, -1, fields, name) for name in AROUND if isinstance(fields.get(name), str)]
-    return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name))]
+    return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name), place="raw")]
 
 
 def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot]:

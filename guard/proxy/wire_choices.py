@@ -28,6 +28,7 @@ from guard.proxy.wire import (
     text_slots,
     token_pieces,
     unread_files,
+    whole_number,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -98,12 +99,7 @@ def _unread_prompt(fields: Fields) -> str:
 
 
 def _number_of_choices(fields: Fields) -> int:
-    """As the engine reads the field: it takes ``"2"`` and ``2.0`` for a number, too."""
-    n = fields.get("n")
-    if isinstance(n, str) and n.isdecimal():
-        return max(1, int(n[:9]))
-    whole = not isinstance(n, bool) and isinstance(n, int | float) and n == int(n)
-    return max(1, int(n)) if whole and n is not None else 1
+    return max(1, whole_number(fields.get("n")) or 1)
 
 
 def _pieces(value: Any) -> list[Piece]:

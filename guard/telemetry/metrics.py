@@ -222,8 +222,7 @@ class Metrics:
             self.detector_seconds.labels(name, kind).observe(score.took_s)
 
     def _count_shadow(self, record: RequestRecord, shadow: Beside) -> None:
-        answered = record.answer.shadow if record.answer else None
-        for hit in (*shadow.decision.hits, *(answered.decision.hits if answered else ())):
+        for hit in record.shadow_hits:
             self.rule_hits.labels(shadow.policy, hit.rule, hit.action, "shadow").inc()
         self.shadow_decisions.labels(record.policy, shadow.policy, record.action, record.shadow_action).inc()
 

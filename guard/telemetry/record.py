@@ -98,7 +98,8 @@ class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. Tokens are
     those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
-    ``frames``: of a streamed answer, that came. ``held_s``: longest time that rules kept a part of a stream back.
+    ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens, about, of which each has
+    ``most_frame_tokens`` at most. ``held_s``: longest time that rules kept a part of a stream back.
     ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``count``: how many
     requests it stands for. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
     ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
@@ -139,6 +140,8 @@ class RequestRecord:
     most_prompt_tokens: int = 0
     most_completion_tokens: int = 0
     frames: int = 0
+    frame_tokens: int = 0
+    most_frame_tokens: int = 1
     began_s: float | None = None
     sent_s: float | None = None
     decided_s: float | None = None
@@ -156,7 +159,7 @@ class RequestRecord:
         prompt = self.most_prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
         completion = self.completion_tokens or 0
         if not self.complete or self.completion_tokens is None:
-            completion = max(completion, self.frames, self.most_completion_tokens)
+            completion = max(completion, self.frame_tokens, self.most_completion_tokens)
         return self.earlier_tokens + prompt + completion
 
     @property
@@ -165,11 +168,26 @@ class RequestRecord:
         return self.model[:MAX_MODEL_CHARACTERS] if self.model is not None else None
 
     @property
+    def answers(self) -> tuple[Answered, ...]:
+        """All answers that were judged, in order: those that another one took the place of, then the last."""
+        last = () if self.answer is None else (self.answer,)
+        return (*(one for one in self.earlier if one is not self.answer), *last)
+
+    @property
+    def shadow_decisions(self) -> list[Decision]:
+        """Of the policy in shadow, on the prompt and on each answer."""
+        both = [self.shadow, *(one.shadow for one in self.answers)]
+        return [one.decision for one in both if one is not None]
+
+    @property
     def shadow_action(self) -> str:
-        """What the shadow policy would have done, with prompt and answer the more severe; ``none`` without one."""
-        answered = self.answer.shadow if self.answer else None
-        both = [one.decision for one in (self.shadow, answered) if one is not None]
-        return max((one.action for one in both), key=lambda one: SEVERITY[one], default="none")
+        """What the shadow policy would have done, of all these the most severe; ``none`` without one."""
+        return max((one.action for one in self.shadow_decisions), key=lambda one: SEVERITY[one], default="none")
+
+    @property
+    def shadow_hits(self) -> tuple[RuleHit, ...]:
+        """Of its rules, each once."""
+        return _worst_of_each(self.shadow_decisions)
 
     @property
     def action(self) -> str:
@@ -179,14 +197,19 @@ class RequestRecord:
 
     @property
     def deciding(self) -> Decision | None:
-        """Of the decisions on prompt and answer the more severe one."""
-        both = [one for one in (self.decision, self.answer.decision if self.answer else None) if one is not None]
-        return max(both, key=lambda one: SEVERITY[one.action], default=None)
+        """Of the decisions on the prompt and on all answers the most severe one: an answer that was asked for anew is
+        no less a ``retry`` when the new one is clean."""
+        return max(self._decisions, key=lambda one: SEVERITY[one.action], default=None)
 
     @property
     def hits(self) -> tuple[RuleHit, ...]:
-        """Of the rules for prompt and answer."""
-        return (self.decision.hits if self.decision else ()) + (self.answer.decision.hits if self.answer else ())
+        """Of the rules for prompt and answers, each once, as it hit worst."""
+        return _worst_of_each(self._decisions)
+
+    @property
+    def _decisions(self) -> list[Decision]:
+        prompt = [] if self.decision is None else [self.decision]
+        return prompt + [one.decision for one in self.answers]
 
     @property
     def rules(self) -> list[str]:
@@ -241,7 +264,7 @@ class RequestRecord:
             "attempts": answer.attempts,
             "second_pass_ms": _ms(answer.second_pass_s),
             **_answered(answer, self.measured, beside),
-            "earlier": [_answered(one, self.measured, beside) for one in self.earlier if one is not answer],
+            "earlier": [_answered(one, self.measured, beside) for one in self.answers[:-1]],
         }
 
 
@@ -259,12 +282,12 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "policy": "Name of the policy that judged it.",
     "policy_hash": "SHA-256 of the policy's content.",
     "assignment": "The assignment of selection.yaml that chose the policy; null for its default.",
-    "action": "allow, flag, redact, steer, retry, route or block, of prompt and answer the more severe; none when it "
-    "did not come to a decision.",
+    "action": "allow, flag, redact, steer, retry, route or block, of the prompt and all answers the most severe: retry "
+    "and route of stage output stay when the answer after them was clean; none when it did not come to a decision.",
     "would": "The action if shadow rules were enforced too.",
     "rule": "The rule that decided.",
     "reason": "Its condition, with the scores.",
-    "rules": "All enforced rules that hit.",
+    "rules": "All enforced rules that hit, on answers before the last one too.",
     "hits": "Rules that hit or could not be judged, shadow rules too, each with its reason.",
     "prompt_action": "What the rules for prompts alone decided.",
     "armed": "Rules whose gated steering went with the request: the engine opened it, or not.",
@@ -302,6 +325,15 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "decision; upstream_first_byte; upstream: until its answer ended.",
 }
 """Each field of a ledger entry and what it means."""
+
+
+def _worst_of_each(decisions: Sequence[Decision]) -> tuple[RuleHit, ...]:
+    """In the order of the rules' first hits."""
+    found: dict[str, RuleHit] = {}
+    for hit in (hit for one in decisions for hit in one.hits):
+        if hit.rule not in found or found[hit.rule].severity < hit.severity:
+            found[hit.rule] = hit
+    return tuple(found.values())
 
 
 def _scores(scores: Mapping[str, Score], measured: Mapping[str, str]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ class _Spans:
         if (beside := record.shadow) is not None:
             one = _Judged(beside.policy, beside.policy_hash, beside.decision, beside.scores, beside.measured)
             self._judged(one, "llm_input", began_s, decided_s, shadow=True)
-        if (answer := record.answer) is not None:
+        for answer in record.answers:
             one = _Judged(record.policy, record.policy_hash, answer.decision, answer.scores, record.measured)
             self._judged(one, "llm_output", decided_s, self._end_s)
             if (would := answer.shadow) is not None and beside is not None:

@@ -19,6 +19,8 @@ from tests.console.conftest import Console, StartConsole
 from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
+from tests.proxy.test_answers import RETRY
+from tests.proxy.test_streaming import LEAK
 
 PATHS = (
     ("GET", "/overview"),
@@ -251,6 +253,20 @@ rules:
     assert listed["requests"][0]["scores"] == {"fading": 0.9}
     assert shown["entry"]["answer"]["over_time"]["fading"]["lowest"] == 0.1
     assert shown["entry"]["answer"]["at_end"]["fading"]["highest"] == 0.1
+
+
+async def test_a_rule_whose_answer_was_generated_again_is_shown_with_the_scores_that_it_hit_on(
+    start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch)
+    engine = FakeEngine(scripts=[LEAK, ("fine",)])
+    async with running(engine), start_console(engine, RETRY) as console:
+        await console.chat()
+        _, shown = await console.ask("GET", "/requests/1")
+        _, listed = await console.ask("GET", "/requests?after=0")
+    assert (listed["requests"][0]["action"], listed["requests"][0]["rules"]) == ("retry", ["leak"])
+    leak = next(one for one in shown["rules"] if one["name"] == "leak")
+    assert (leak["hit"], leak["decided"], leak["does"], leak["scores"]) == (True, True, "retry", {"text": 1.0})
 
 
 async def test_one_prompt_goes_through_two_policies(console: Console) -> None:

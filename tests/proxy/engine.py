@@ -48,6 +48,7 @@ class FakeEngine:
     garbled_envelope: bool = False
     error: tuple[int, dict[str, Any], dict[str, str]] | None = None
     later_error: int | None = None
+    later_body: dict[str, Any] = field(default_factory=lambda: {"error": "engine died"})
     refuses_reading: bool = False
     refuses_steering: bool = False
     refuses_captures_of: str | None = None
@@ -224,7 +225,8 @@ class FakeEngine:
             "headers": {"content-type": "application/json", **self.extra_headers},
         }
         await response.write((b"[]" if self.garbled_envelope else json.dumps(envelope).encode()) + b"\n")
-        await response.write(b'{"error":"engine died"}' if self.later_error else self.body or self.whole(text))
+        failed = json.dumps(self.later_body, separators=(",", ":")).encode()
+        await response.write(failed if self.later_error else self.body or self.whole(text))
         return response
 
     async def _stream(self, request: web.Request, reads: bool, words: list[str]) -> web.StreamResponse:

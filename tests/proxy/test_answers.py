@@ -92,15 +92,35 @@ async def test_an_engine_that_refuses_to_read_answers_makes_their_scores_missing
 async def test_retry_generates_again_with_the_vectors_and_judges_it(start_proxy: StartProxy, stream: bool) -> None:
     engine = FakeEngine(scripts=[LEAK, ("all", " fine")])
     async with running(engine), start_proxy(engine, RETRY) as proxy:
-        status, headers, body = await proxy.post({**BODY, "stream": stream})
+        status, _, body = await proxy.post({**BODY, "stream": stream})
         assert (status, text_of(body, stream)) == (200, "all fine")
         assert engine.specs[1] is not None
         assert engine.specs[1]["steer"] == [{"vector": "calm", "layer": 3, "coefficient": 2.0}]
-        answer = (await proxy.entry())["answer"]
+        entry = await proxy.entry()
+        answer = entry["answer"]
         assert (answer["attempts"], answer["scores"], answer["action"]) == (1, {"text": 0.0}, "allow")
         (earlier,) = answer["earlier"]
         assert (earlier["scores"], earlier["action"]) == ({"text": 1.0}, "retry")
-        assert headers["x-guard-action"] == "allow"
+
+
+@both
+async def test_a_retry_that_succeeded_is_told_as_one_wherever_a_request_is_told(
+    start_proxy: StartProxy, stream: bool
+) -> None:
+    engine = FakeEngine(scripts=[LEAK, ("all", " fine")])
+    async with running(engine), start_proxy(engine, RETRY) as proxy:
+        status, headers, _ = await proxy.post({**BODY, "stream": stream})
+        assert (status, headers["x-guard-action"], headers["x-guard-rules"]) == (200, "retry", "leak")
+        entry = await proxy.entry()
+        assert (entry["outcome"], entry["action"], entry["prompt_action"]) == ("completed", "retry", "allow")
+        assert (entry["rule"], entry["rules"], entry["reason"]) == ("leak", ["leak"], "text 1 >= 0.5")
+        assert [(hit["rule"], hit["action"]) for hit in entry["hits"]] == [("leak", "retry")]
+        metrics = (await proxy.get("/metrics"))[2].decode()
+        labels = 'action="retry",outcome="completed",policy="test",route="/v1/chat/completions"'
+        assert f"guard_requests_total{{{labels}}} 1.0" in metrics
+        assert 'guard_rule_hits_total{action="retry",mode="enforce",policy="test",rule="leak"} 1.0' in metrics
+        found = CliRunner().invoke(app, ["ledger", "query", "--ledger", str(proxy.ledger), "--action", "retry"])
+        assert (found.exit_code, entry["request_id"] in found.stdout) == (0, True)
 
 
 @both
@@ -144,9 +164,10 @@ async def test_route_after_the_answer_asks_once_and_then_blocks(start_proxy: Sta
         status, headers, body = await proxy.post({**BODY, "stream": stream})
         assert (status, text_of(body, stream)) == (200, "fine")
         assert [one["model"] for one in engine.bodies] == ["tiny", "safe"]
-        # Of what the client gets; what became of the answer before it is in the ledger.
-        assert headers["x-guard-action"] == "allow"
-        answer = (await proxy.entry())["answer"]
+        assert headers["x-guard-action"] == "route"
+        entry = await proxy.entry()
+        assert (entry["action"], entry["rules"]) == ("route", ["leak"])
+        answer = entry["answer"]
         assert (answer["action"], [one["action"] for one in answer["earlier"]]) == ("allow", ["route"])
         engine.scripts = [LEAK]
         assert (await proxy.post({**BODY, "stream": stream}))[0] == 400

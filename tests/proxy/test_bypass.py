@@ -127,6 +127,10 @@ def called(arguments: Any, name: str = "f") -> dict[str, Any]:
     return turn(tool_calls=[{**CALL, "function": {"name": name, "arguments": arguments}}])
 
 
+def call_with(**fields: Any) -> dict[str, Any]:
+    return turn(tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{}", **fields}}])
+
+
 def content(*parts: Any, role: str = "user") -> dict[str, Any]:
     return {**BODY, "messages": [{"role": role, "content": list(parts)}]}
 
@@ -183,6 +187,11 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
             "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "s\u0435cret"}]}],
         },
     ),
+    "a field of a call that some templates show": (CHAT, call_with(signature="secret")),
+    "a field of a call in one word": (CHAT, call_with(status="secret")),
+    "the name of such a field": (CHAT, call_with(secret=1)),
+    "a field beside a call": (CHAT, turn(tool_calls=[{**CALL, "cache_control": {"a": "secret"}}])),
+    "the kind of a call in one word": (CHAT, turn(tool_calls=[{**CALL, "type": "secret"}])),
     "an old kind of call": (CHAT, turn(function_call={"name": "f", "arguments": '{"a": "secret"}'})),
     "the name of who speaks": (CHAT, {**BODY, "messages": [{**BODY["messages"][0], "name": "secret"}]}),
     "a message of a tool": (CHAT, content({"type": "text", "text": "secret"}, role="tool")),
@@ -205,6 +214,15 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
         {**BODIES[RESPONSES], "text": {"format": {"type": "json_schema", "schema": {"description": "secret"}}}},
     ),
     "a document": (CHAT, {**BODY, "documents": [{"title": "t", "text": "secret"}]}),
+    "a document's kind in one word": (CHAT, {**BODY, "documents": [{"type": "secret", "text": "a"}]}),
+    "a document's data": (CHAT, {**BODY, "documents": [{"file_data": "secret"}]}),
+    "a document's id": (CHAT, {**BODY, "documents": [{"id": "secret"}]}),
+    "the name of a document's field": (CHAT, {**BODY, "documents": [{"secret": 1}]}),
+    "a picture of a document": (CHAT, {**BODY, "documents": [{"text": "a", "source": {"image_url": "secret"}}]}),
+    "a field of a tool for the engine": (CHAT, {**BODY, "tools": [{**TOOL, "cache_control": {"a": "secret"}}]}),
+    "an argument of the template that is called as a picture": (
+        CHAT, {**BODY, "chat_template_kwargs": {"image_url": "secret"}},
+    ),
     "an argument of the template": (CHAT, {**BODY, "chat_template_kwargs": {"date_string": "secret"}}),
     "a token that the template writes": (CHAT, {**BODY, "chat_template_kwargs": {"bos_token": "secret"}}),
     "a prompt in a list": (COMPLETIONS, {"model": "tiny", "prompt": ["secret"]}),
@@ -301,7 +319,14 @@ async def test_what_no_model_reads_as_text_trips_nothing(start_proxy: StartProxy
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,secret1234567"}}
     asked = [
         content({"type": "text", "text": "a"}, picture),
-        {**called("{}"), "user": "secret", "metadata": {"a": "secret"}, "seed": 1234567, "stop": ["secret"]},
+        {
+            **called("{}"),
+            "tools": [TOOL],
+            "user": "secret",
+            "metadata": {"a": "secret"},
+            "seed": 1234567,
+            "stop": ["secret"],
+        },
     ]
     async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
         for body in asked:
@@ -365,7 +390,7 @@ IN_TOOLS_OR_ANSWERS = (
     "a thought", "a refusal", "a reference to a tool", "reasoning of an earlier answer", "arguments of a call",
     "arguments, escaped", "arguments, JSON in JSON", "arguments that are an object", "the name of a call",
     "an old kind of call", "a message of a tool", "a block of thoughts", "a block's input",
-    "a tool's result",
+    "a tool's result", "a field of a call that some templates show", "a field beside a call",
 )  # fmt: skip
 
 

@@ -98,6 +98,20 @@ async def test_of_a_blocked_answer_what_was_judged_is_kept_as_withheld(start_pro
         assert found.answer == (AnswerText(0, "content", "The answer is 42.", withheld=True),)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_a_model_servers_error_its_words_are_kept_as_withheld_and_are_not_in_the_log(
+    start_proxy: StartProxy, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = '{"error": {"message": "cannot parse what the model wrote", "code": 500}}'
+    engine = FakeEngine(frames=[f"data: {said}\n\n".encode()], later_error=500, later_body=json.loads(said))
+    async with running(engine), start_proxy(engine, DRIFTING + KEPT) as proxy:
+        _, _, body = await proxy.post({**BODY, "stream": stream})
+        (error,) = (await kept(proxy)).answer
+        assert (error.channel, error.withheld, json.loads(error.text)) == ("error", True, json.loads(said))
+        assert b"what the model wrote" not in body
+    assert "what the model wrote" not in caplog.text
+
+
 async def test_of_a_stream_that_is_cut_what_went_and_what_was_withheld_are_kept_apart(start_proxy: StartProxy) -> None:
     engine = FakeEngine(scripts=[LEAK], word_delay_s=0.02)
     async with running(engine), start_proxy(engine, policy("window") + KEPT) as proxy:

@@ -18,7 +18,7 @@ from guard.mia.spec import HiddenCapture, MiaSpec
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.wire_choices import chat_form
-from tests.proxy.conftest import BLOCKED, BODY, Proxy, StartProxy
+from tests.proxy.conftest import BLOCKED, BODY, POLICY, Proxy, StartProxy
 from tests.proxy.engine import FakeEngine, running
 
 SPEC = MiaSpec(hidden={"a.h": HiddenCapture(layer=3)})
@@ -48,6 +48,8 @@ MALFORMED = {
     "a float beyond float64": (wire(b'"temperature":1e999'), None),
     "an integer of 10,000 digits": (wire(b'"seed":' + b"9" * 10_000), None),
     "nested 100,000 deep": (wire(b'"tools":' + b"[" * 100_000 + b"]" * 100_000), None),
+    "lists nested 201 deep": (wire(b'"x":' + b"[" * 200 + b"]" * 200), None),
+    "objects nested 600 deep": (wire(b'"x":' + b'{"a":' * 600 + b"1" + b"}" * 600), None),
     "no model": (b"{" + MESSAGES + b"}", "model"),
     "an empty model": (b'{"model":"",' + MESSAGES + b"}", "model"),
     "a model that is a number": (b'{"model":1,' + MESSAGES + b"}", "model"),
@@ -113,6 +115,16 @@ def test_the_engine_gets_every_field_unchanged_but_for_ours(extra: dict[str, Any
     assert sent["vllm_xargs"].pop("mia") == SPEC.to_wire()
     assert sent == fields
     assert json.loads(parsed.to_json()) == fields
+
+
+async def test_a_body_as_deep_as_may_be_is_redacted_and_passed_on(start_proxy: StartProxy) -> None:
+    text = POLICY.replace("action: block", "action: redact\n    redact: {messages: [user], replacement: gone}")
+    deep = b'"x":' + b'{"a":' * 199 + b"1" + b"}" * 199
+    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine, text) as proxy:
+        status, headers, _ = await proxy.post(wire(deep))
+        assert (status, headers["x-guard-action"]) == (200, "redact")
+        assert json.dumps(engine.bodies[-1]["x"]).count("{") == 199
+        assert engine.bodies[-1]["messages"][0]["content"] == "gone"
 
 
 @given(json_values)

@@ -270,10 +270,13 @@ async def test_every_apis_stream_ends_once_at_an_engines_error(
 ) -> None:
     named = route in (MESSAGES, RESPONSES)
     error = frame({"type": "error", "error": {"type": "x", "message": "died"}}, "error" if named else None)
+    told = {"message": "the model server ended its answer with an error", "type": "x", "param": None, "code": None}
     engine = FakeEngine(frames=[error, *streams(route, LEAK)])
     async with running(engine), start_proxy(engine, policy(contract)) as proxy:
         raw = (await proxy.post(body_of(route, True), path=route))[2]
-        assert raw == error + (b"" if named else END)
+        assert raw == frame({"type": "error", "error": told}, "error" if named else None) + (b"" if named else END)
+    async with running(engine), start_proxy(engine) as proxy:
+        assert (await proxy.post(body_of(route, True), path=route))[2] == error + (b"" if named else END)
 
 
 async def test_a_stream_of_messages_ends_with_a_named_error_when_it_breaks(start_proxy: StartProxy) -> None:
@@ -447,12 +450,22 @@ TURN = {"role": "user", "content": "one"}
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": [[TURN], [TURN]]}, "input"),
+        ({"input": [[TURN], [1, 2]]}, "input[1][0]"),
+        ({"input": [[TURN], []]}, "input[1]"),
+        ({"input": [[TURN], [{"content": "one"}]]}, "input[1][0].role"),
+        ({"input": [[1, "two"]]}, "input[0]"),
+        ({"input": ["one", []]}, "input[1]"),
         ({"input": [TURN, "two"]}, "input[1]"),
         ({"input": ["one", TURN]}, "input[1]"),
         ({"input": [{"content": "one"}]}, "input[0].role"),
         ({"input": "one", "messages": [TURN]}, "input"),
-        ({"messages": [[TURN]]}, "messages[0]"),
+        ({"messages": [TURN, [TURN]]}, "messages[0]"),
+        ({"messages": [[TURN], [{"role": 1}]]}, "messages[1][0].role"),
+        ({"messages": [[{**TURN, "content": [{"type": "prompt_embeds"}]}]]}, "messages[0][0].content"),
+        ({"messages": [[TURN]] * 2049}, "messages"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"messages": [[TURN]] * 2000, "chat_template_kwargs": {"a": "x" * 2001}}, "messages"),
+        ({"messages": [[TURN] * 5001, [TURN] * 5000]}, "messages"),
     ],
 )
 async def test_what_of_embeddings_cannot_be_guarded_is_refused(

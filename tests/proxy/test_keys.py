@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from guard.proxy.keys import NewKey, create_key, hash_of, revoke_key
-from tests.proxy.conftest import BLOCKED, POLICY, Proxy, StartProxy
+from tests.proxy.conftest import BLOCKED, POLICY, Proxy, StartProxy, eventually
 from tests.proxy.engine import FakeEngine, running
 
 ALLOWING = POLICY.replace("action: block", "action: flag").replace("name: test", "name: lenient")
@@ -89,6 +91,23 @@ async def test_a_file_that_breaks_keeps_the_keys_before_it_and_readyz_and_metric
         repaired, _ = create_key(file, NewKey())
         await until_status(proxy, bearer(repaired), 200)
         assert b"\nguard_keys_file_in_force 1.0\n" in (await proxy.get("/metrics"))[2]
+
+
+async def test_keys_whose_policy_no_key_may_have_are_in_the_log_at_start_and_when_a_file_changes(
+    start_proxy: StartProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.yaml"
+    _, lost = create_key(file, NewKey(policy="lenient"))
+    policies = write_policies(tmp_path / "policies", SELECTION)
+    text = (policies / "selection.yaml").read_text()
+    async with running(FakeEngine()) as engine, start_proxy(engine, path=policies, keys=file):
+        assert f"key {lost.id}: each of its requests is a 503" in caplog.text
+        _, later = create_key(file, NewKey(policy="nowhere"))
+        await eventually(lambda: f"key {later.id}: each" in caplog.text)
+        caplog.clear()
+        (policies / "selection.yaml").write_text(text + "for_keys: [lenient]\n")
+        await eventually(lambda: f"key {later.id}: each" in caplog.text, 20)
+        assert lost.id not in caplog.text
 
 
 async def test_a_tenant_selects_the_policy_of_its_keys(start_proxy: StartProxy, tmp_path: Path) -> None:

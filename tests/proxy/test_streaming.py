@@ -223,8 +223,9 @@ async def test_nothing_that_is_withheld_leaves_a_trace(start_proxy: StartProxy, 
         )
         for trace in (b"sec", b"ret", b"withheld", b"yy", b'logprob"', b'"completion_tokens":11', b"stop"):
             assert trace not in raw
-        assert status == (400 if contract == "hold" else 200)
-        if contract == "window":
+        # On a busy machine all of it may be there before the first check.
+        assert status == 400 or contract == "window"
+        if status == 200:
             assert finishes(chunks(raw)) == {0: "content_filter", 1: "content_filter"}
 
 
@@ -254,35 +255,39 @@ async def test_a_stream_that_breaks_off_while_withheld_shows_nothing_of_it(start
             assert (await proxy.post(STREAM))[0] == 502
 
 
-async def test_an_engines_error_in_mid_stream_passes_and_what_was_withheld_does_not(start_proxy: StartProxy) -> None:
-    error = b'data: {"error":{"message":"died","type":"x","param":null,"code":500}}\n\n'
-    engine = FakeEngine(frames=[chunk(0, {"content": "unjudged"}), error, DONE])
-    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
-        status, _, raw = await proxy.post(STREAM)
-        assert (status, raw) == (200, error + DONE)
-        assert (await proxy.entry())["outcome"] == "upstream_error"
-
-
-DIED = {"message": "died", "type": "x", "param": None, "code": 500}
-ERRORS: dict[str, tuple[bytes, bytes]] = {
-    "alone": (b"data: " + json.dumps({"error": DIED}).encode(), b""),
-    "named": (b"event: error\ndata: " + json.dumps({"type": "error", "error": DIED}).encode(), b""),
-    "without spaces": (b'data:{"id":"c","error":"died"}', b'data: {"error":"died"}'),
+UNTOLD = "the model server ended its answer with an error"
+DIED = {"message": "cannot parse: a secret", "type": "x", "param": None, "code": 500}
+TOLD = {"error": {**DIED, "message": UNTOLD}}
+PLAIN = {"error": {"message": UNTOLD, "type": "server_error", "param": None, "code": None}}
+ERRORS: dict[str, tuple[bytes, dict[str, Any]]] = {
+    "alone": (b"data: " + json.dumps({"error": DIED}).encode(), TOLD),
+    "named": (
+        b"event: error\ndata: " + json.dumps({"type": "error", "error": DIED}).encode(), {"type": "error", **TOLD},
+    ),
+    "named, no JSON": (b"event: error\n: secret\nid: secret\ndata: a secret", {"type": "error", **PLAIN}),
+    "without spaces": (b'data:{"id":"c","error":"a secret"}', PLAIN),
     "with a choice": (
         b'data: {"error":{"message":"died","context":"secret"},"choices":[{"index":0,"delta":{"content":"secret"}}]}',
-        b'data: {"error":{"message":"died"}}',
+        PLAIN,
     ),
-}
+    "a kind that is none": (
+        b'data: {"error":{"message":"died","type":"a secret","code":["secret"],"param":"a secret"}}', PLAIN,
+    ),
+    "an event's": (
+        b'data: {"type":"error","code":"server_error","message":"a secret","param":null,"sequence_number":7}',
+        {"type": "error", "code": "server_error", "message": UNTOLD, "param": None, "sequence_number": 7},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("contract", "action"), [*((one, "block") for one in CONTRACTS), ("hold", "redact"), ("window", "redact")]
 )
 @pytest.mark.parametrize("name", list(ERRORS))
-async def test_a_stream_ends_at_an_engines_error_and_nothing_after_it_leaves(
+async def test_a_judged_stream_ends_at_an_engines_error_whose_words_do_not_leave(
     start_proxy: StartProxy, name: str, contract: str, action: str
 ) -> None:
-    sent, got = ERRORS[name]
+    sent, told = ERRORS[name]
     more = "    redact: {replacement: '[X]'}\n" if action == "redact" else ""
     after = [chunk(0, {"content": "a secret"}), chunk(0, {}, "stop"), DONE]
     engine = FakeEngine(frames=[chunk(0, {"content": "ok"}), sent + b"\n\n", *after])
@@ -290,10 +295,49 @@ async def test_a_stream_ends_at_an_engines_error_and_nothing_after_it_leaves(
         running(engine),
         start_proxy(engine, policy(contract, action=action, more=more)) as proxy,
     ):
-        raw = (await proxy.post(STREAM))[2]
-        assert raw.endswith((got or sent) + b"\n\n" + DONE)
+        status, _, raw = await proxy.post(STREAM)
+        *_, error, done, rest = raw.split(b"\n\n")
+        assert (status, done + b"\n\n", rest) == (200, DONE, b"")
+        assert error.startswith(b"event: error\ndata: ") == name.startswith("named")
+        assert json.loads(error.partition(b"data: ")[2]) == told
         assert b"secret" not in raw
+        assert b"died" not in raw
+        assert (b"ok" in raw) == (contract == "observe")
         assert (await proxy.entry())["outcome"] == "upstream_error"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_stream_that_no_rule_judges_ends_at_an_engines_error_too(
+    start_proxy: StartProxy, at_once: bool
+) -> None:
+    error = b"data: " + json.dumps({"error": DIED}).encode() + b"\n\n"
+    before, after = chunk(0, {"content": "ok"}), [chunk(0, {"content": "more"}), chunk(0, {}, "stop"), DONE]
+    engine = FakeEngine(frames=[before + error + b"".join(after)] if at_once else [before, error, *after])
+    engine.word_delay_s = 0.02
+    async with running(engine), start_proxy(engine) as proxy:
+        status, _, raw = await proxy.post(STREAM)
+        assert (status, raw) == (200, before + error + DONE)
+        entry = await proxy.entry()
+        assert (entry["outcome"], entry["tokens"]["completion"]) == ("upstream_error", None)
+        assert entry["tokens"]["charged"] == 7 + 2
+        await eventually(lambda: engine.open == 0)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("status", [400, 500])
+async def test_words_of_a_fault_do_not_leave_where_an_answer_would_have_been_judged(
+    start_proxy: StartProxy, status: int, begun: bool
+) -> None:
+    body = {"error": DIED}
+    engine = FakeEngine(later_error=status, later_body=body) if begun else FakeEngine(error=(status, body, {}))
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        got, headers, raw = await proxy.post(BODY)
+        assert (got, headers["content-type"].partition(";")[0]) == (status, "application/json")
+        # What is wrong with a request is for its client to read; it is said before anything is generated.
+        assert json.loads(raw) == (body if status == 400 and not begun else TOLD)
+        assert (await proxy.entry())["outcome"] == "upstream_error"
+    async with running(engine), start_proxy(engine) as proxy:
+        assert json.loads((await proxy.post(BODY))[2]) == body
 
 
 @pytest.mark.parametrize("contract", ["hold", "window"])

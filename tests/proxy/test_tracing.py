@@ -26,7 +26,8 @@ from guard.telemetry.tracing import decision_type
 from tests.proxy.conftest import BLOCKED, BODY, FLAGGED, POLICY, STEERED, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
-from tests.proxy.test_answers import DRIFTING
+from tests.proxy.test_answers import DRIFTING, RETRY
+from tests.proxy.test_streaming import LEAK
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=opaque"}
@@ -59,14 +60,18 @@ class Collector:
 
     @property
     def spans(self) -> dict[str, Span]:
-        """By name."""
-        return {
-            span.name: span
+        """By name; of several the last."""
+        return {span.name: span for span in self.all_spans}
+
+    @property
+    def all_spans(self) -> list[Span]:
+        return [
+            span
             for raw in self.raw
             for resource in _parsed(raw).resource_spans
             for scope in resource.scope_spans
             for span in scope.spans
-        }
+        ]
 
 
 def _parsed(raw: bytes) -> ExportTraceServiceRequest:
@@ -206,6 +211,13 @@ async def test_a_decision_on_the_answer_is_a_span_of_its_own(start_proxy: StartP
     told = values(collector.spans["apply_guardrail mia-guard llm_output"].attributes)
     assert (told["gen_ai.security.decision.type"], told["gen_ai.security.decision.code"]) == ("deny", "drifted")
     assert "detector drift" in collector.spans
+
+
+async def test_an_answer_that_was_asked_for_anew_has_a_span_for_each_decision(start_proxy: StartProxy) -> None:
+    collector = await traced(start_proxy, FakeEngine(scripts=[LEAK, ("fine",)]), RETRY)
+    assert values(collector.spans["chat tiny"].attributes)["guard.action"] == "retry"
+    judged = [span for span in collector.all_spans if span.name == "apply_guardrail mia-guard llm_output"]
+    assert [values(one.attributes)["guard.action"] for one in judged] == ["retry", "allow"]
 
 
 async def test_an_engine_that_is_down_is_an_error_with_its_code(start_proxy: StartProxy) -> None:

@@ -140,6 +140,62 @@ async def test_without_plugin_and_usage_a_prompt_costs_no_less_than_its_tokens(s
     assert two["tokens"]["charged"] >= 500
 
 
+LONG = "word " * 400
+
+
+@pytest.mark.parametrize("interval", [1000, "1000", 1000.0])
+@pytest.mark.parametrize("rule", [None, "flag", "block"])
+async def test_many_tokens_in_one_frame_of_a_stream_are_not_one(
+    start_proxy: StartProxy, interval: Any, rule: str | None
+) -> None:
+    policy = TEXT_RULE.replace("STREAMING", "window").replace("action: block", f"action: {rule}") if rule else POLICY
+    engine = FakeEngine(scripts=[("A ", LONG + "1234")])
+    async with running(engine), start_proxy(engine, policy) as proxy:
+        await proxy.post({**BODY, "stream": True, "stream_interval": interval})
+        # Of the prompt 7 where the plugin reads it, else 15.
+        assert 7 + 400 <= (await proxy.entry())["tokens"]["charged"] < 4000
+        await proxy.post({**BODY, "stream": True, "stream_interval": 1})
+        assert (await proxy.entries(2))[1]["tokens"]["charged"] <= 15 + 8
+
+
+@pytest.mark.parametrize("number", [3, "3", 3.0])
+async def test_choices_cost_however_their_number_is_written(start_proxy: StartProxy, number: Any) -> None:
+    engine = FakeEngine(answer_delay_s=None)
+    async with running(engine), start_proxy(engine) as proxy:
+        async with hung_up(proxy, {**BODY, "n": number, "max_tokens": 100}):
+            await eventually(lambda: engine.open == 1)
+            await asyncio.sleep(0.3)
+        assert (await proxy.entry())["tokens"]["charged"] == 300 + 7
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+PICTURES: dict[str, tuple[str, list[Any]]] = {
+    "chat": ("/v1/chat/completions", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}]),
+    "chat, no type": ("/v1/chat/completions", [{"video_url": "http://a"}, {"type": "text", "text": "image_url"}]),
+    "responses": ("/v1/responses", [{"type": "input_image", "image_url": "http://a"}]),
+    "messages": ("/v1/messages", [IMAGE]),
+    "a tool's result": ("/v1/messages", [{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]),
+    "a sound": ("/v1/chat/completions", [{"type": "input_audio", "input_audio": {"data": "aaaa", "format": "wav"}}]),
+}
+
+
+@pytest.mark.parametrize("name", list(PICTURES))
+async def test_without_plugin_and_usage_a_picture_costs_no_less_than_models_make_of_it(
+    start_proxy: StartProxy, name: str
+) -> None:
+    path, content = PICTURES[name]
+    turns = [{"role": "user", "content": content}]
+    asked = {
+        "model": "tiny",
+        "stream": True,
+        "max_tokens": 5,
+        "input" if path == "/v1/responses" else "messages": turns,
+    }
+    async with running(FakeEngine()) as engine, start_proxy(engine, upstream_plugin=False) as proxy:
+        await proxy.post(asked, path=path)
+        assert 16384 <= (await proxy.entry())["tokens"]["charged"] < 2 * 16384
+
+
 async def test_an_answer_that_a_policy_has_generated_again_costs_each_time(start_proxy: StartProxy) -> None:
     policy = TEXT_RULE.replace("STREAMING", "hold").replace("action: block", "action: route, route: {model: other}")
     engine = FakeEngine(scripts=[("It", " is", " secret"), ("It", " is", " not")])
