@@ -1,5 +1,5 @@
-"""Numbers that options give: finite ones. Nothing is as high as ``nan``, and everything is below ``inf``: a command that
-took these would find nothing, or let everything pass, and not say why."""
+"""Numbers that options give: finite ones. Nothing is as high as ``nan``, and everything is below ``inf``: a command
+that took these would find nothing, or let everything pass, and not say why."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ class Ruling:
 
 @dataclass
 class _Kept:
-    """What one policy's detectors said of an answer. ``met``: by rule that hit, how severely and on which scores."""
+    """What one policy's detectors said of an answer. ``met``: by rule that hit, how severely and on which scores: the
+    first time that it hit worst, as in ``_joined``."""
 
     seen: Seen = field(default_factory=Seen)
     met: dict[str, tuple[int, Mapping[str, Score]]] = field(default_factory=dict)
@@ -362,9 +363,10 @@ def _severity(decision: Decision) -> int:
 
 
 def _joined(decisive: Decision, decisions: Sequence[Decision]) -> Decision:
-    """``decisive`` with the hits of all, each rule once, as it hit worst."""
+    """``decisive``, which is one of them, with the hits of all, each rule once: as it first hit worst, which is the hit
+    that ``_Kept`` has the scores of."""
     hits: dict[str, RuleHit] = {}
-    for hit in (hit for one in (decisive, *decisions) for hit in one.hits):
+    for hit in (hit for one in decisions for hit in one.hits):
         if hit.rule not in hits or hits[hit.rule].severity < hit.severity:
             hits[hit.rule] = hit
     flags = tuple(dict.fromkeys(name for one in (decisive, *decisions) for name in one.flags))
