@@ -128,7 +128,8 @@ def _check_order(config: Path, values: Mapping[str, float], chosen: Mapping[str,
     for (budget, strict), (_, loose) in pairwise(ordered):
         if values[strict] > values[loose]:
             continue
-        would = f"{config}: not written: {strict} would be {numeral(values[strict], values[loose])} and {loose} {numeral(values[loose], values[strict])}"
+        high, low = numeral(values[strict], values[loose]), numeral(values[loose], values[strict])
+        would = f"{config}: not written: {strict} would be {high} and {loose} {low}"
         if strict in chosen and loose in chosen:
             raise BudgetError(f"{would}: too many scores are the same to tell them apart")
         stays = loose if strict in chosen else strict

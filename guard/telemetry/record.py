@@ -36,6 +36,9 @@ that blocks ``on_error`` got no score. ``upstream_error``: vLLM answered with an
 LimitScope = Literal["key", "tenant", "everybody"]
 LimitKind = Literal["requests", "tokens", "concurrent"]
 
+Malformed = Literal["not_http", "head_too_large", "two_hosts"]
+"""Why what came over a connection is no request, and so has no record."""
+
 MAX_MODEL_CHARACTERS = 128
 
 

@@ -155,7 +155,7 @@ async (pairs) => {
 async def test_no_score_is_rounded_to_1_or_onto_its_threshold(browser: Any, console: Console) -> None:
     console.engine.logit = 9.5  # 0.999925
     await console.chat()
-    random = Random(0)
+    random = Random(0)  # noqa: S311
     pairs = [(random.random(), random.random()) for _ in range(100)]
     pairs += [(one, min(1.0, one + 10 ** -random.uniform(2, 15))) for one, _ in pairs] + [(0.5, 0.5), (1.0, 1.0)]
     async with opened(browser, console) as tab:
