@@ -41,6 +41,9 @@ ModelConfigs = Annotated[
 UNUSABLE = 2
 """Exit code when a command could not do its work at all."""
 
+UNJUDGED = 3
+"""Exit code of a replay that can say nothing of some of the candidate's changes."""
+
 
 @policy_app.command("lint", epilog=LINT_END)
 def lint(
@@ -173,6 +176,9 @@ def replay(
         float,
         typer.Option(min=0, max=100, callback=finite, help="How many of the compared requests may change so."),
     ] = 0.0,
+    allow_unjudged: Annotated[
+        bool, typer.Option("--allow-unjudged", help="Exit as if there were nothing that replay cannot judge.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Decide the ledger's requests again with another policy, on the recorded scores, and show what changes."""
@@ -194,7 +200,9 @@ def replay(
             typer.echo(line)
     if not result.compared:
         _fail("no request could be compared")
-    raise typer.Exit(1 if result.percent(fail_on) > max_percent else 0)
+    if result.percent(fail_on) > max_percent:
+        raise typer.Exit(1)
+    raise typer.Exit(UNJUDGED if result.not_judged and not allow_unjudged else 0)
 
 
 @policy_app.command("schema", epilog=SCHEMA_END)

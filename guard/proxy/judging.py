@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from detectors.base import Score, SecondPass
 from guard.mia.results import Readouts, join
 from guard.policy import BoundPolicy, Decision, Judges, Question, RuleHit
-from guard.policy.judges import LATER, STREAM
+from guard.policy.judges import STREAM
 from guard.policy.measuring import NOT_YET, Measurement, Part
 from guard.policy.over_time import Seen
-from guard.policy.schema import SEVERITY, Stage, detectors_in
+from guard.policy.schema import LATER, SEVERITY, Stage, detectors_in
 from guard.proxy.readouts import most_complete
 from guard.proxy.second_pass import PassReader, SecondPassError
 from guard.proxy.wire import Frame, Piece
@@ -93,7 +93,17 @@ class _Kept:
         scores = self.seen.scores({name for rule in hits for name in detectors_in(rule)})
         met = {rule: on for rule, (_, on) in self.met.items()}
         return Answered(
-            choice, scores, decision, None, attempts, None, complete, dict(self.seen.whole), self.seen.end, met
+            choice,
+            scores,
+            decision,
+            None,
+            attempts,
+            None,
+            complete,
+            self.seen.times,
+            dict(self.seen.whole),
+            self.seen.end,
+            met,
         )
 
 
