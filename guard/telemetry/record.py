@@ -104,9 +104,10 @@ class RequestRecord:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
     ``frames``: of a streamed answer, that came. ``held_s``: longest time that rules kept a part of a stream back.
     ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
-    ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
-    ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
-    ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the prompt."""
+    ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``course``: how a
+    stream's scores went; ``provider``: whose model was asked last, and ``answered_by`` what it calls itself: these
+    three are not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was first sent upstream,
+    ``decided_s`` there was a decision on the prompt."""
 
     route: str
     policy: str
@@ -294,9 +295,9 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "gave any of its texts at any time while it grew; over_time, of detectors that said more than one thing of it: "
     "lowest, highest, without (what stood there instead of a score), timed_out; at_end, the same of the last time that "
     "it was judged, where that differs; complete, whether that was its end; times, how often it was judged; how many "
-    "attempts there were to generate it again, and earlier, the same of the answers before; what the shadow policy would have done (would), on what "
-    "(shadow: as above; null where it has no rules for answers), and how long detectors had the model read about it "
-    "(second_pass_ms); null when no rule judges answers, or there was none.",
+    "attempts there were to generate it again, and earlier, the same of the answers before; what the shadow policy "
+    "would have done (would), on what (shadow: as above; null where it has no rules for answers), and how long "
+    "detectors had the model read about it (second_pass_ms); null when no rule judges answers, or there was none.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
