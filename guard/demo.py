@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 from rich.text import Text
 
+from detectors.numerals import numeral
 from guard.data import data_folder, default_policy
 from guard.demo_requests import REQUESTS, DemoRequest
 from guard.models import DEFAULT_MODEL
@@ -84,7 +85,7 @@ async def _show(pair: Pair, number: int, request: DemoRequest) -> Outcome:
     mode = "streamed" if request.stream else "not streamed"
     console.print(f"\n[bold]{number}. {request.title}[/] ({mode})")
     console.print(Text(f"   user:    {_shorten(request.user)}"))
-    scores = ", ".join(f"{name} {value:.3f}" for name, value in outcome.scores.items()) or "none"
+    scores = ", ".join(f"{name} {numeral(value)}" for name, value in outcome.scores.items()) or "none"
     verdict = Text("   verdict: ").append(outcome.action, ACTION_STYLES.get(outcome.action, ""))
     console.print(verdict.append(f"   scores: {scores}"))
     for reason in outcome.reasons:

@@ -91,7 +91,8 @@ DIFF_END = closing(
     "0 when both say the same, 1 when not, 2 when one cannot be read", "guard policy diff default.yaml strict.yaml"
 )
 REPLAY_END = closing(
-    "0 when no more changes than --max-percent, 1 when more, 2 when nothing could be compared",
+    "0 when no more changes than --max-percent, 1 when more, 2 when nothing could be compared, 3 when the policy "
+    "changes what replay cannot judge, such as streaming",
     "guard policy replay candidate.yaml --ledger ledger.jsonl --model smollm2-135m --fail-on looser",
 )
 SCHEMA_END = closing("0", "guard policy schema > policy.schema.json")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from guard.finite import finite
 from guard.help_texts import CREATE_END, KEYS_LIST_END, REVOKE_END
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def create(
     policy: Annotated[
         str | None, typer.Option(help="Policy of its requests; selection.yaml lists it under for_keys.")
     ] = None,
-    requests_per_s: Annotated[float | None, typer.Option(help="Most requests a second.")] = None,
+    requests_per_s: Annotated[float | None, typer.Option(callback=finite, help="Most requests a second.")] = None,
     tokens_per_min: Annotated[int | None, typer.Option(help="Most tokens of prompts and answers a minute.")] = None,
     concurrent: Annotated[int | None, typer.Option(help="Most requests under way at once.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="For the admin API, and for nothing else.")] = False,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
+from guard.finite import finite_number
 from guard.help_texts import QUERY_END, SHOW_END, STATS_END, TAIL_END, VERIFY_END
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, an entry a
 SinceOption = Annotated[datetime | None, typer.Option(help="Only requests that came then or later, UTC.")]
 UntilOption = Annotated[datetime | None, typer.Option(help="Only requests that came then or before, UTC.")]
 
+MOST = 1_000_000_000
+"""Requests that are shown at once."""
+
 UNUSABLE = 2
 """Exit code when a command could not do its work at all."""
 
@@ -35,7 +39,7 @@ UNUSABLE = 2
 @ledger_app.command("tail", epilog=TAIL_END)
 def tail(
     ledger: LedgerOption = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the latest requests.")] = 20,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=MOST, help="How many of the latest requests.")] = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with those that come, until Ctrl-C.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,7 +73,7 @@ def query(
     ] = None,
     since: SinceOption = None,
     until: UntilOption = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Most requests to show.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=MOST, help="Most requests to show.")] = 100,
     as_json: JsonOption = False,
 ) -> None:
     """Show requests that fit, the newest first."""
@@ -220,9 +224,12 @@ def _scores(given: list[str]) -> dict[str, float]:
     for one in given:
         name, _, number = one.partition("=")
         try:
-            scores[name] = float(number)
+            least: float | None = finite_number(number)
         except ValueError:
-            _fail(f"--score {one}: is DETECTOR=NUMBER")
+            least = None
+        if not name or least is None:
+            _fail(f"--score {one}: is DETECTOR=NUMBER, and the number a finite one")
+        scores[name] = least
     return scores
 
 

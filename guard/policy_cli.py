@@ -8,12 +8,12 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Callable
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeVar
 
 import typer
 
+from guard.finite import finite, finite_number
 from guard.help_texts import DIFF_END, EXPLAIN_END, LINT_END, REPLAY_END, SCHEMA_END, TEST_END
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ ModelConfigs = Annotated[
 
 UNUSABLE = 2
 """Exit code when a command could not do its work at all."""
+
+UNJUDGED = 3
+"""Exit code of a replay that can say nothing of some of the candidate's changes."""
 
 
 @policy_app.command("lint", epilog=LINT_END)
@@ -142,7 +145,7 @@ def explain(
         if name not in loaded.policy.detectors:
             _fail(f"the policy has no detector {name!r}; it has {', '.join(loaded.policy.detectors) or 'none'}")
         try:
-            given[name] = NO_SCORES[value] if value in NO_SCORES else Score("scored", _finite(value))
+            given[name] = NO_SCORES[value] if value in NO_SCORES else Score("scored", finite_number(value))
         except ValueError:
             _fail(f"--score {option}: neither a finite number nor one of {', '.join(NO_SCORES)}")
     for line in explained(loaded, rules, entry, given):
@@ -176,8 +179,12 @@ def replay(
         Literal["any", "looser", "stricter"], typer.Option(help="Which changes count for the exit code.")
     ] = "any",
     max_percent: Annotated[
-        float, typer.Option(min=0, max=100, help="How many of the compared requests may change so.")
+        float,
+        typer.Option(min=0, max=100, callback=finite, help="How many of the compared requests may change so."),
     ] = 0.0,
+    allow_unjudged: Annotated[
+        bool, typer.Option("--allow-unjudged", help="Exit as if there were nothing that replay cannot judge.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Decide the ledger's requests again with another policy, on the recorded scores, and show what changes."""
@@ -199,7 +206,9 @@ def replay(
             typer.echo(line)
     if not result.compared:
         _fail("no request could be compared")
-    raise typer.Exit(1 if result.percent(fail_on) > max_percent else 0)
+    if result.percent(fail_on) > max_percent:
+        raise typer.Exit(1)
+    raise typer.Exit(UNJUDGED if result.not_judged and not allow_unjudged else 0)
 
 
 @policy_app.command("schema", epilog=SCHEMA_END)
@@ -216,13 +225,6 @@ def _load(path: Path) -> LoadedPolicy:
     from guard.policy import load_policy
 
     return _checked(lambda: load_policy(path))
-
-
-def _finite(value: str) -> float:
-    number = float(value)
-    if not isfinite(number):
-        raise ValueError
-    return number
 
 
 def _thresholds(loaded: LoadedPolicy, model: str | None, folder: Path | None) -> Thresholds:

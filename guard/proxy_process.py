@@ -34,13 +34,16 @@ async def proxy_running(services: Services, listener: socket.socket) -> AsyncIte
     def begin() -> None:
         services.draining = True
 
+    malformed = services.metrics.count_malformed
     stopping = Stopping(begin, settings.drain_delay_s, settings.drain_timeout_s)
     async with contextlib.AsyncExitStack() as stack:
         if settings.admin_port is not None:
             admin = stack.enter_context(listening_socket(settings.admin_host, settings.admin_port))
-            await stack.enter_async_context(serving(operators_app(services), admin, tls=_tls(settings)))
+            await stack.enter_async_context(
+                serving(operators_app(services), admin, on_malformed=malformed, tls=_tls(settings))
+            )
         yield await stack.enter_async_context(
-            serving(application(services), listener, stopping=stopping, tls=_tls(settings))
+            serving(application(services), listener, on_malformed=malformed, stopping=stopping, tls=_tls(settings))
         )
 
 

@@ -6,9 +6,13 @@ Owns the bounds on a request's head, and what is refused before there is a reque
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from guard.proxy.errors import HeadTooLargeError, InvalidRequestError
+from guard.telemetry.record import Malformed
 
 MAX_HEAD_BYTES = 64 * 1024
 """Most of a request line and its headers together."""
@@ -27,7 +31,7 @@ TWO_HOSTS = "there is more than one Host header"
 
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. ``_unread_bytes``: that came since the parser last had something to give; ``_head_bytes``: of the
-    head, or trailers, under way, as the parser gave them."""
+    head, or trailers, under way, as the parser gave them. ``on_malformed``: called for each that is refused here."""
 
     _unread_bytes = 0
     _head_bytes = 0
@@ -35,6 +39,10 @@ class BoundedProtocol(HttpToolsProtocol):
     _in_head = True
     _refusal: InvalidRequestError | None = None
     _refused = False
+
+    def __init__(self, *server: Any, on_malformed: Callable[[Malformed], None], **servers: Any) -> None:
+        super().__init__(*server, **servers)
+        self._on_malformed = on_malformed
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -91,6 +99,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Instead of uvicorn's text: an error as all others are, with its own status."""
         refusal = self._refusal or InvalidRequestError(msg)
         self._refused = True
+        self._on_malformed(_kind(self._refusal))
         body = refusal.to_json()
         head = (
             b"content-type: application/json\r\nconnection: close\r\n"
@@ -100,3 +109,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _kind(refusal: InvalidRequestError | None) -> Malformed:
+    """``refusal``: ours; without it the parser could not go on."""
+    if refusal is None:
+        return "not_http"
+    return "head_too_large" if isinstance(refusal, HeadTooLargeError) else "two_hosts"

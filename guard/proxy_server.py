@@ -13,12 +13,16 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from guard.folded_log import folded
 from guard.proxy_protocol import BoundedProtocol
+from guard.telemetry.record import Malformed
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,21 @@ def listening_socket(host: str, port: int, client_timeout_s: float | None = None
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: ASGIApp, listener: socket.socket, *, stopping: Stopping | None = None, tls: Tls | None = None
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    on_malformed: Callable[[Malformed], None],
+    stopping: Stopping | None = None,
+    tls: Tls | None = None,
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """uvicorn as a task; left, it stops as ``stopping`` says."""
+    """uvicorn as a task; left, it stops as ``stopping`` says. ``on_malformed``: called for what is no request."""
     stop = stopping or Stopping()
     # uvicorn counts whole seconds.
     limit_s = max(1, round(stop.limit_s))
     # Nothing here asks for a client's address, so nobody has to believe what a header says of it.
     config = uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=cast(type[asyncio.Protocol], partial(BoundedProtocol, on_malformed=on_malformed)),
         ws="none",
         log_level="warning",
         access_log=False,
@@ -96,20 +105,21 @@ async def serving(
         config.ssl_cert_reqs = ssl.CERT_REQUIRED if tls.client_ca is not None else ssl.CERT_NONE
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        while not server.started and not task.done():
-            await asyncio.sleep(0.02)
-        if task.done():
+    with folded():
+        try:
+            while not server.started and not task.done():
+                await asyncio.sleep(0.02)
+            if task.done():
+                await task
+                raise StartError("the proxy did not start")
+            _leave_what_stays_alone()
+            yield task
+        finally:
+            stop.begin()
+            if stop.delay_s and not task.done():
+                await asyncio.sleep(stop.delay_s)
+            server.should_exit = True
             await task
-            raise StartError("the proxy did not start")
-        _leave_what_stays_alone()
-        yield task
-    finally:
-        stop.begin()
-        if stop.delay_s and not task.done():
-            await asyncio.sleep(stop.delay_s)
-        server.should_exit = True
-        await task
 
 
 def _leave_what_stays_alone() -> None:

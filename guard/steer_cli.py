@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from detectors.calibration.cli import Model, model_folder, told_errors
+from guard.finite import finite
 from guard.help_texts import STEER_LEARN_END, STEER_LIST_END, STEER_SWEEP_END
 
 steer_app = typer.Typer(
@@ -132,7 +133,12 @@ def sweep(
     phase: Annotated[Phase, typer.Option(help="At which tokens the vector acts.")] = Phase.both,
     max_tokens: Annotated[int, typer.Option(min=4, max=1024, help="Length of the answers.")] = 40,
     perplexity_factor: Annotated[
-        float, typer.Option(min=1.0, help="Most that the answers' perplexity may grow, times the unsteered answers'.")
+        float,
+        typer.Option(
+            min=1.0,
+            callback=finite,
+            help="Most that the answers' perplexity may grow, times the unsteered answers'.",
+        ),
     ] = 3.0,
     out: Annotated[
         Path | None, typer.Option(help="File for all trials; the plot lies beside it. Default: NAME-sweep.json.")

@@ -123,7 +123,7 @@ def test_query_without_a_hit_exits_with_one_and_with_nonsense_with_two(path: Pat
     assert ledger("query", "--ledger", str(path), "--tenant", "nobody")[0] == 1
     assert ledger("query", "--ledger", str(path), "--request", "r-5", "--action", "block")[0] == 1
     code, _, err = ledger("query", "--ledger", str(path), "--score", "injection")
-    assert (code, err) == (2, "guard: --score injection: is DETECTOR=NUMBER\n")
+    assert (code, err) == (2, "guard: --score injection: is DETECTOR=NUMBER, and the number a finite one\n")
 
 
 def test_show_prints_one_request_and_says_when_no_text_was_kept(path: Path) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from guard.finite import finite
+
 if TYPE_CHECKING:
     from detectors.calibration.fitted import Fitted, Job
     from detectors.calibration.material import Request
@@ -68,7 +70,7 @@ Data = Annotated[
     ),
 ]
 Rows = Annotated[int, typer.Option(min=0, help="Most rows to read, drawn from the data; 0 for all.")]
-Seed = Annotated[int, typer.Option(help="Decides the split and every draw.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Decides the split and every draw.")]
 Url = Annotated[
     str | None, typer.Option(help="Read with the engine at this address (ends in /v1), which serves the same model.")
 ]
@@ -96,7 +98,10 @@ def calibrate(
     config: Annotated[Path | None, typer.Option(help="For threshold: the detector's file, which is rewritten.")] = None,
     budget: Annotated[
         list[float] | None,
-        typer.Option(help="For threshold: share of benign requests that may be hit. Default: 0.001, 0.01 and 0.05."),
+        typer.Option(
+            callback=finite,
+            help="For threshold: share of benign requests that may be hit. Default: 0.001, 0.01 and 0.05.",
+        ),
     ] = None,
 ) -> None:
     """Measure a model: choose heads and layers, fit, set thresholds, and write what its detectors need.

@@ -12,6 +12,7 @@ from typing import Any
 
 from detectors.calibration.evaluation import AtThreshold, Curve, DetectorReport, Hits, Measured
 from detectors.calibration.split import SPLITS
+from detectors.numerals import numeral
 
 COLOURS = ("#0b6e99", "#b3541e", "#4d7c0f", "#7c3aed", "#be123c", "#0f766e")
 SIZE, MARGIN = 360, 44
@@ -94,7 +95,7 @@ def _detector(name: str, report: DetectorReport) -> list[str]:
     for kind, slices in report.slices.items():
         parts += [f"<h3>By {escape(kind)}</h3>", _measures(slices.items(), kind)]
     for threshold, at in report.thresholds.items():
-        parts += [f"<h3>At {escape(threshold)} = {at.value:.4f}</h3>", _at(at)]
+        parts += [f"<h3>At {escape(threshold)} = {numeral(at.value)}</h3>", _at(at)]
     return parts
 
 

@@ -30,6 +30,7 @@ from detectors.calibration.metrics import (
 )
 from detectors.calibration.sources import DataError
 from detectors.model_config import ModelConfigError, Threshold, fingerprint_of
+from detectors.numerals import numeral
 from detectors.registry import BUILT_IN, UnknownDetectorError, build_detector
 from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries
 
@@ -81,8 +82,8 @@ def recalibrate(config: Path, ledger: Path, detector: str, budgets: Sequence[flo
         kept[name] = point.model_dump()
         low, high = point.held_out_fpr_interval.low, point.held_out_fpr_interval.high
         told.append(
-            f"{name}: {value:.4f}"
-            + (f" (was {before:.4f})" if before is not None else "")
+            f"{name}: {numeral(value)}"
+            + (f" (was {numeral(before, value)})" if before is not None else "")
             + f"; set on {len(setting)}, "
             f"hit {point.held_out_false_positives} of the {len(trying)} later ones ({low:.2%} to {high:.2%})"
         )
@@ -127,7 +128,8 @@ def _check_order(config: Path, values: Mapping[str, float], chosen: Mapping[str,
     for (budget, strict), (_, loose) in pairwise(ordered):
         if values[strict] > values[loose]:
             continue
-        would = f"{config}: not written: {strict} would be {values[strict]:.4f} and {loose} {values[loose]:.4f}"
+        high, low = numeral(values[strict], values[loose]), numeral(values[loose], values[strict])
+        would = f"{config}: not written: {strict} would be {high} and {loose} {low}"
         if strict in chosen and loose in chosen:
             raise BudgetError(f"{would}: too many scores are the same to tell them apart")
         stays = loose if strict in chosen else strict

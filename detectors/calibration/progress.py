@@ -12,6 +12,7 @@ from rich.table import Table
 
 from detectors.calibration.evaluation import Measured
 from detectors.model_config import ModelConfig, Quality
+from detectors.numerals import numeral
 
 
 class Reporter:
@@ -64,7 +65,7 @@ class Reporter:
         for name, point in config.calibration.thresholds.items():
             points.add_row(
                 name,
-                f"{point.value:.4f}",
+                numeral(point.value),
                 _different(point.validation_benign, point.validation_benign_groups),
                 f"{point.held_out_false_positives} of "
                 + _different(point.held_out_benign, point.held_out_benign_groups),

@@ -230,7 +230,7 @@ def _values(look: _Look, readouts: Readouts | Score) -> dict[int, float] | Score
     if isinstance(read, Score):
         return read
     # Nobody attends to what comes later; that is not the same as a little.
-    return {at: round(value, 5) for at, value in zip(read.positions, read.values, strict=True) if at < look.end}
+    return {at: value for at, value in zip(read.positions, read.values, strict=True) if at < look.end}
 
 
 def _message(body: bytes) -> str:

@@ -13,7 +13,7 @@ from detectors.base import AnyDetector, Score
 from detectors.model_config import ModelConfig
 from guard.policy import BoundPolicy, Decision
 from guard.policy.dissect import dissect
-from guard.policy.schema import SEVERITY, Stage
+from guard.policy.schema import SEVERITY, Stage, detectors_in
 from guard.telemetry.recent import Finished
 from guard.telemetry.record import Answered, RequestRecord
 
@@ -74,9 +74,11 @@ def _rules(
     deciding: Decision | None,
 ) -> list[Json]:
     """Every rule, of stages that were not come to as well. What hit is what was recorded: in a stream a rule stays hit
-    whatever its scores are at the end, as it does when its answer was generated again, and is shown with those that it
-    hit on."""
+    whatever its scores are at the end, as it does when its answer was generated again. Its ``reason``, ``condition``
+    and ``scores`` are all of those that it hit on first, as severely as it did; ``answer_scores`` are the highest that
+    its detectors gave the last answer."""
     shown = []
+    highest = answers[-1].scores if answers else {}
     last = {name: one.counts for name, one in answers[-1].end.items()} if answers else {}
     met = {rule: scores for one in answers for rule, scores in one.met.items()}
     prompt = [] if on_prompt is None else [on_prompt]
@@ -97,6 +99,11 @@ def _rules(
                     "reason": hit.reason if hit is not None else one.reason,
                     "decided": deciding is not None and deciding.rule == one.name,
                     "scores": {name: score.value for name, score in at_hits.get(one.name, scores).items()},
+                    "answer_scores": {
+                        name: highest[name].value
+                        for name in detectors_in(policy.rule(one.name))
+                        if stage != "prompt" and name in highest
+                    },
                 }
             )
     return shown

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from detectors.base import Score
+from detectors.numerals import numeral
 from guard.mia.spec import Steer
 from guard.policy.conditions import (
     AllCondition,
@@ -218,12 +219,12 @@ def _score_check(condition: ScoreCondition, bound: Callable[[str, float | str], 
     low = None if condition.at_least is None else bound(name, condition.at_least)
     high = None if condition.below is None else bound(name, condition.below)
     if low is not None and high is not None and low >= high:
-        raise ValueError(f"no score of {name} is at least {low:.4g} and below {high:.4g}")
-    wording = " and ".join(
-        f"{sign} {value:.4g}" + (f" ({given})" if isinstance(given, str) else "")
+        raise ValueError(f"no score of {name} is at least {numeral(low, high)} and below {numeral(high, low)}")
+    bounds = [
+        (sign, value, f" ({given})" if isinstance(given, str) else "")
         for sign, value, given in ((">=", low, condition.at_least), ("<", high, condition.below))
         if value is not None
-    )
+    ]
 
     def check(scores: Mapping[str, Score]) -> Verdict:
         score = scores.get(name, NO_SCORE)
@@ -232,7 +233,9 @@ def _score_check(condition: ScoreCondition, bound: Callable[[str, float | str], 
         if score.status != "scored" or score.value is None:
             return Verdict(None, f"{name} unavailable: {score.reason}", score.timed_out)
         inside = (low is None or score.value >= low) and (high is None or score.value < high)
-        return Verdict(inside, f"{name} {score.value:.4g} {'' if inside else 'not '}{wording}")
+        told = numeral(score.value, *(bound for _, bound, _ in bounds))
+        asked = " and ".join(f"{sign} {numeral(bound, score.value)}{given}" for sign, bound, given in bounds)
+        return Verdict(inside, f"{name} {told} {'' if inside else 'not '}{asked}")
 
     return check
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from detectors.base import Score
+from detectors.numerals import numeral
 from guard.policy.engine import CompiledRule, Decision, decide
 from guard.policy.over_time import Outcome, Spread, decide_answer, hit_over_time
 from guard.policy.recorded import Recorded
@@ -123,6 +124,6 @@ def _why(decision: Decision) -> str:
 
 def _score(score: Score) -> str:
     if score.status == "scored" and score.value is not None:
-        return f"{score.value:.4g}"
+        return numeral(score.value)
     status = "timeout" if score.timed_out else score.status
     return f"{status} ({score.reason})" if score.reason else status

@@ -18,7 +18,7 @@ from guard.policy.bound import BoundPolicy
 from guard.policy.conversation import any_stranger
 from guard.policy.engine import Decision
 from guard.policy.measuring import Measurement, Part, Question, Steering, measurement, question, with_combined
-from guard.policy.schema import Stage
+from guard.policy.schema import LATER, Stage
 
 SHADOW_PREFIX = "."
 """Before the key of a detector that only the shadow policy has: no detector's own name begins so."""
@@ -26,8 +26,6 @@ SHADOW_PREFIX = "."
 
 PROMPT: tuple[Stage, ...] = ("prompt",)
 STREAM: tuple[Stage, ...] = ("stream",)
-LATER: tuple[Stage, ...] = ("stream", "output")
-"""Stages of answers."""
 
 
 class TooMuchError(ValueError):

@@ -12,7 +12,7 @@ from math import inf, nextafter, prod
 
 from detectors.base import Score
 from guard.policy.engine import NO_SCORE, CompiledRule, Decision, RuleHit, decision_of
-from guard.policy.schema import SEVERITY, detectors_in
+from guard.policy.schema import LATER, SEVERITY, Rule, detectors_in
 
 MAX_COMBINATIONS = 4096
 """Most ways in which scores can have met that are looked through for one rule."""
@@ -51,13 +51,16 @@ class Spread:
 
 @dataclass
 class Seen:
-    """What detectors said of one answer. ``whole``: all of it, ``end``: the last time that it was judged."""
+    """What detectors said of one answer. ``whole``: all of it, ``end``: the last time that it was judged; ``times``:
+    how often it was."""
 
+    times: int = 0
     whole: dict[str, Spread] = field(default_factory=dict)
     end: dict[str, Spread] = field(default_factory=dict)
 
     def add(self, texts: Sequence[Mapping[str, Score]]) -> None:
         """Once judged; the scores of each of its texts."""
+        self.times += 1
         self.end = {}
         for name, score in ((name, score) for scores in texts for name, score in scores.items()):
             self.end[name] = self.end.get(name, Spread()).also(score)
@@ -76,10 +79,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``decision``: by what hit for sure. ``unsure``: rules that may have hit as well and would have decided."""
+    """``decision``: by what hit for sure. ``unsure``: rules that may have hit as well and would have decided.
+    ``outranking``: enforced rules, of either stage, judged or not, that could decide if they hit."""
 
     decision: Decision
     unsure: tuple[str, ...]
+    outranking: tuple[Rule, ...] = ()
 
 
 def decide_answer(
@@ -88,7 +93,7 @@ def decide_answer(
     """What rules of the stages ``stream`` and ``output`` make of an answer. ``whole``: by detector, over all the times
     that it was judged; ``end``: at its end, None where it was not judged to its end."""
     rules = list(rules)
-    here = [one for stage in ("stream", "output") for one in rules if one.rule.stage == stage]
+    here = [one for stage in LATER for one in rules if one.rule.stage == stage]
     if end is None:
         here = [one for one in here if one.rule.stage != "output"]
     hits: list[RuleHit] = []
@@ -99,7 +104,10 @@ def decide_answer(
         if one.mode == "enforce":
             possible[one.rule.name] = worst
     decided = max((hit.severity for hit in hits if hit.mode == "enforce"), default=SEVERITY["allow"])
-    return Outcome(decision_of(here, hits), tuple(name for name, worst in possible.items() if worst > decided))
+    unsure = tuple(name for name, worst in possible.items() if worst > decided)
+    outranking = tuple(one.rule for one in rules if one.mode == "enforce" and one.rule.stage in LATER
+                       and max(one.rule.rank, *_of_unknown(one)) > decided)  # fmt: skip
+    return Outcome(decision_of(here, hits), unsure, outranking)
 
 
 def hit_over_time(one: CompiledRule, spreads: Mapping[str, Spread]) -> tuple[RuleHit | None, int]:
@@ -114,8 +122,7 @@ def hit_over_time(one: CompiledRule, spreads: Mapping[str, Spread]) -> tuple[Rul
         for name, here in zip(names, seen, strict=True)
     ]
     if prod(map(len, values)) > MAX_COMBINATIONS:
-        unknown = (SEVERITY[one.on_unknown(late)[1]] for late in (False, True))
-        return None, max(one.rule.rank, *unknown)
+        return None, max(one.rule.rank, *_of_unknown(one))
     ways = [(way, one.hit(dict(zip(names, way, strict=True)))) for way in product(*values)]
     # What was seen of one detector was there with something of the others, whatever that was.
     sure = [
@@ -125,6 +132,11 @@ def hit_over_time(one: CompiledRule, spreads: Mapping[str, Spread]) -> tuple[Rul
     ]
     worst = max((hit for _, hit in ways), key=_severity)
     return (max(sure, key=_severity) if sure else worst), _severity(worst)
+
+
+def _of_unknown(one: CompiledRule) -> tuple[int, ...]:
+    """How severe it is when it cannot be judged."""
+    return tuple(SEVERITY[one.on_unknown(late)[1]] for late in (False, True))
 
 
 def _between(one: CompiledRule, name: str, spread: Spread) -> list[Score]:

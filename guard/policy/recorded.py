@@ -13,6 +13,7 @@ from typing import Any
 from detectors.base import Score
 from guard.policy.loading import without_file
 from guard.policy.over_time import Spread
+from guard.policy.schema import Contract
 from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find
 
 UNDECIDED = "none"
@@ -23,13 +24,15 @@ UNDECIDED = "none"
 class RecordedAnswer:
     """What was made of one answer. ``whole``, ``end``: by detector's name, its scores over all the times that it was
     judged, and at its end. ``complete``: it was judged to its end; None in lines of versions that did not write it,
-    which have the first scores of a stream and not the highest. ``digests``: as in ``Recorded``. ``beside``: what the
+    which have the first scores of a stream and not the highest. ``times``: how often it was judged; None in lines that
+    do not say so. ``digests``: as in ``Recorded``. ``beside``: what the
     shadow policy made of it."""
 
     action: str
     rule: str | None
     reason: str | None
     complete: bool | None
+    times: int | None
     whole: Mapping[str, Spread]
     end: Mapping[str, Spread]
     digests: Mapping[str, str]
@@ -47,7 +50,8 @@ class RecordedAnswer:
 class Recorded:
     """One request. ``action``: of its prompt; ``rule``, ``reason``: of what decided, prompt or answer. ``scores`` by
     detector's name, ``by_digest`` by what was measured, the shadow policy's among them. ``gates``: by rule, what the
-    engine told of its gate. ``whole_action``: of prompt and answer. ``answers``: those that were generated again,
+    engine told of its gate. ``contract``: what its policy said of streams; None where it is none, or the line does not
+    say so. ``whole_action``: of prompt and answer. ``answers``: those that were generated again,
     then the last; none where no rule judged answers.
 
     ``digests``: without what the detector's calibration was; a policy is replayed without its model.
@@ -69,6 +73,7 @@ class Recorded:
     answers: tuple[RecordedAnswer, ...] = ()
     attempts: int = 0
     streamed: bool = False
+    contract: Contract | None = None
     route: str = ""
     outcome: str = ""
 
@@ -121,11 +126,16 @@ def _recorded(entry: Entry) -> Recorded | None:
             answers=tuple(map(_answer, [*answer.get("earlier", ()), answer])) if answer else (),
             attempts=int(answer.get("attempts", 0)),
             streamed=bool(entry.get("streamed")),
+            contract=None if (told := entry.get("contract")) is None else _contract(told),
             route=str(entry.get("route")),
             outcome=str(entry.get("outcome")),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _contract(told: Mapping[str, Any]) -> Contract:
+    return Contract(told["streaming"], int(told["window_tokens"]))
 
 
 def _answer(told: Mapping[str, Any]) -> RecordedAnswer:
@@ -137,6 +147,7 @@ def _answer(told: Mapping[str, Any]) -> RecordedAnswer:
         rule=told["rule"],
         reason=told["reason"],
         complete=None if complete is None else bool(complete),
+        times=None if (times := told.get("times")) is None else int(times),
         whole=whole,
         end=whole | {str(name): _spread(one) for name, one in told.get("at_end", {}).items()},
         digests=_digests(told),

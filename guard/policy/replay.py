@@ -1,22 +1,22 @@
 """``guard policy replay``: what a candidate policy would have decided on requests that a ledger has scores of.
 
 Owns the comparison and its summary. Nothing is measured again: a request whose scores the candidate would have read
-otherwise is counted apart, and never guessed. Of prompt and answers the most severe decision is compared.
+otherwise is counted apart, and never guessed. So is what only a change of the candidate makes unknown: at which times,
+and with how much of it gone, an answer is judged. Of prompt and answers the most severe decision is compared.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from guard.policy.engine import CompiledRule, Decision, decide
-from guard.policy.judges import LATER
 from guard.policy.loading import LoadedPolicy, digests
-from guard.policy.over_time import Spread, decide_answer
+from guard.policy.over_time import Outcome, Spread, decide_answer
 from guard.policy.recorded import UNDECIDED, Recorded, RecordedAnswer
-from guard.policy.schema import SEVERITY, Stage, detectors_in
+from guard.policy.schema import LATER, SEVERITY, Contract, Stage, detectors_in
 
 FailOn = Literal["any", "looser", "stricter"]
 MAX_EXAMPLES = 3
@@ -51,7 +51,9 @@ class Replayed:
     """What came out. ``undecided``: requests that ended before a decision; ``incomplete``: those whose entry lacks a
     score that the candidate reads, by detector in ``not_measured``, or something else, in ``not_told``;
     ``prompts_alone``: compared ones of which only the decision on the prompt is known, since it is another one;
-    ``others``: those that another policy judged than
+    ``cut_short``: compared ones whose answer was blocked before its end, and would have gone on; ``not_judged``: what
+    changes of the candidate make unknown, of how many requests; ``without_contract``: streams that might be among
+    these, in lines that do not say what their policy said of streams; ``others``: those that another policy judged than
     the one asked for; ``unreadable``: lines that are no entry."""
 
     compared: int = 0
@@ -62,6 +64,9 @@ class Replayed:
     not_told: Counter[str] = field(default_factory=Counter)
     incomplete: int = 0
     prompts_alone: int = 0
+    cut_short: int = 0
+    not_judged: Counter[str] = field(default_factory=Counter)
+    without_contract: int = 0
     others: int = 0
     unreadable: int = 0
 
@@ -96,6 +101,9 @@ class Replayed:
             "not_told": dict(self.not_told),
             "incomplete": self.incomplete,
             "prompts_alone": self.prompts_alone,
+            "cut_short": self.cut_short,
+            "not_judged": dict(self.not_judged),
+            "without_contract": self.without_contract,
             "others": self.others,
             "unreadable": self.unreadable,
         }
@@ -103,8 +111,10 @@ class Replayed:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Rules, and what the detectors that those of each stage read measure, by name."""
+    """Rules, what the policy says of streams, and what the detectors that the rules of each stage read measure, by
+    name."""
 
+    contract: Contract
     rules: Sequence[CompiledRule]
     measured_as: Mapping[Stage, Mapping[str, str]]
 
@@ -120,6 +130,10 @@ class _NotToldError(Exception):
     def __init__(self, reason: str = "", missing: Iterable[str] = ()) -> None:
         super().__init__(reason)
         self.missing = sorted(missing)
+
+
+class _NotJudgedError(Exception):
+    """A request cannot be decided again, for what the candidate changes; the message says what is not known."""
 
 
 def replay(
@@ -138,7 +152,9 @@ def replay(
     stages: tuple[Stage, ...] = ("prompt", "stream", "output")
     read = {stage: {name for one in rules if one.rule.stage == stage for name in detectors_in(one.rule)}
             for stage in stages}  # fmt: skip
-    candidate = _Candidate(rules, {at: {name: measures[name] for name in names} for at, names in read.items()})
+    candidate = _Candidate(
+        loaded.policy.contract, rules, {at: {name: measures[name] for name in names} for at, names in read.items()}
+    )
     for entry in entries:
         if entry is None:
             result.unreadable += 1
@@ -153,6 +169,9 @@ def replay(
                 result.incomplete += 1
                 result.not_measured.update(why.missing)
                 result.not_told.update([str(why)] if str(why) else [])
+            except _NotJudgedError as why:
+                result.not_judged[str(why)] += 1
+            _note_contract(result, candidate.contract, entry)
     return result
 
 
@@ -162,7 +181,7 @@ def same_way(one: str, other: str) -> bool:
 
 
 def _compare(result: Replayed, candidate: _Candidate, entry: Recorded) -> None:
-    """Raises ``_NotToldError``."""
+    """Raises ``_NotToldError`` and ``_NotJudgedError``."""
     found = {name: entry.score(name, digest) for name, digest in candidate.measured_as["prompt"].items()}
     if missing := [name for name, score in found.items() if score is None]:
         raise _NotToldError(missing=missing)
@@ -174,13 +193,28 @@ def _compare(result: Replayed, candidate: _Candidate, entry: Recorded) -> None:
         result.prompts_alone += 1
     else:
         before += [entry.whole_action, *(one.action for one in entry.answers)]
-        decisions += _of_answers(candidate, entry) if judged else []
+        decisions += _of_answers(result, candidate, entry) if judged else []
     worst = max(decisions, key=lambda one: _severity(one.action))
     _count(result, max(before, key=_severity), worst, entry.request_id)
 
 
-def _of_answers(candidate: _Candidate, entry: Recorded) -> list[Decision]:
-    """What the candidate decides on each answer, as long as it goes on as it went. Raises ``_NotToldError``."""
+def _note_contract(result: Replayed, contract: Contract, entry: Recorded) -> None:
+    """Scores are those of whenever the answer was judged; when that is, and how much of it has left by then, goes by
+    what the policy says of streams."""
+    if not entry.streamed:
+        return
+    if entry.contract is None:
+        result.without_contract += 1
+        return
+    changed = [f"{name} {before} -> {after}" for name, after in asdict(contract).items()
+               if (before := getattr(entry.contract, name)) != after]  # fmt: skip
+    if changed:
+        result.not_judged[f"when streams are judged, and what leaves before a block: {', '.join(changed)}"] += 1
+
+
+def _of_answers(result: Replayed, candidate: _Candidate, entry: Recorded) -> list[Decision]:
+    """What the candidate decides on each answer, as long as it goes on as it went. Raises ``_NotToldError`` and
+    ``_NotJudgedError``."""
     if not entry.answers:
         if entry.action == "block" or entry.outcome in WITHOUT_ANSWER or entry.route in NOT_JUDGED:
             return []
@@ -195,7 +229,10 @@ def _of_answers(candidate: _Candidate, entry: Recorded) -> list[Decision]:
         outcome = decide_answer(candidate.rules, *_spreads(candidate, answer))
         if outcome.unsure:
             raise _NotToldError(f"which scores met while the answer grew, for rule {outcome.unsure[0]}")
+        _check_times(entry, answer, outcome)
         decision = outcome.decision
+        if _is_cut(answer) and decision.action != "block" and outcome.outranking:
+            result.cut_short += 1
         if again := decision.action in ANEW:
             # As often as its rule says; after that it is a block.
             again = decision.by is not None and attempts[decision.by.name] < decision.by.attempts
@@ -205,6 +242,22 @@ def _of_answers(candidate: _Candidate, entry: Recorded) -> list[Decision]:
         if not again or answer.action != decision.action:
             break
     return decisions
+
+
+def _check_times(entry: Recorded, answer: RecordedAnswer, outcome: Outcome) -> None:
+    """Raises ``_NotJudgedError`` where rules that would decide look at times at which nobody did, or nothing came."""
+    ends = [rule.name for rule in outcome.outranking if rule.stage == "output"]
+    if _is_cut(answer) and outcome.decision.action != "block" and ends:
+        raise _NotJudgedError(f"the end of answers that a block cut, for rule {ends[0]} of stage output")
+    grows = [rule.name for rule in outcome.outranking if rule.stage == "stream"]
+    if entry.streamed and answer.complete and answer.times == 1 and grows:
+        raise _NotJudgedError(
+            f"answers while they grew, that were judged at their end, for rule {grows[0]} of stage stream"
+        )
+
+
+def _is_cut(answer: RecordedAnswer) -> bool:
+    return answer.complete is False and answer.action == "block"
 
 
 def _spreads(candidate: _Candidate, answer: RecordedAnswer) -> tuple[dict[str, Spread], dict[str, Spread] | None]:
@@ -252,6 +305,13 @@ def summary(result: Replayed) -> list[str]:
         lines.append(f"  {result.undecided} requests ended before a decision")
     if result.prompts_alone:
         lines.append(f"  {result.prompts_alone} of those that change would get an answer that nobody has judged")
+    if result.cut_short:
+        lines.append(f"  {result.cut_short} of those that change had their answer cut; nobody knows how it would go on")
+    if result.not_judged:
+        lines.append("what this policy changes and replay cannot judge, which a policy in shadow can:")
+        lines += [f"  of {count} requests: {what}" for what, count in result.not_judged.most_common()]
+    if result.without_contract:
+        lines.append(f"  {result.without_contract} streams: their lines do not say by which streaming they were judged")
     if result.incomplete:
         missing = ", ".join(f"{name} {count}" for name, count in result.not_measured.most_common())
         lacking = result.incomplete - result.not_told.total()

@@ -8,6 +8,7 @@ exists is checked when the policy is bound to detectors (``guard.policy.bound``)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
@@ -31,8 +32,19 @@ Selectors = Annotated[
 Mode = Literal["enforce", "shadow"]
 Streaming = Literal["hold", "window", "observe"]
 Stage = Literal["prompt", "stream", "output"]
+LATER: tuple[Stage, ...] = ("stream", "output")
+"""Stages of rules for answers."""
 ActionName = Literal["flag", "redact", "steer", "retry", "route", "block"]
 OnError = Literal["block", "allow", "flag"]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a policy says of streams: what they wait for. Fields as in ``Policy``."""
+
+    streaming: Streaming
+    window_tokens: int
+
 
 STAGES_OF_ACTIONS: dict[ActionName, tuple[Stage, ...]] = {
     "flag": ("prompt", "stream", "output"),
@@ -330,6 +342,10 @@ class Policy(Section):
 
     rules: Annotated[tuple[Rule, ...], Field(max_length=64)] = ()
     """Rules, in the order in which they are reported. Without a hit the request is allowed."""
+
+    @property
+    def contract(self) -> Contract:
+        return Contract(self.streaming, self.window_tokens)
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:

@@ -34,14 +34,9 @@ from guard.proxy.recording import Recorded
 from guard.proxy.relay import relay_whole
 from guard.proxy.rerank import reranking
 from guard.proxy.services import EMBEDDINGS, FORMS, MODELS, OTHER, RERANK, Services
-from guard.settings import Settings, SettingsError
+from guard.settings import SettingsError
 
 UNREADABLE_LIST = "the model server's list of models cannot be read"
-
-
-def create_app(settings: Settings) -> ASGIApp:
-    """Raises ``PolicyError``, ``KeysError`` and ``SettingsError``."""
-    return application(Services(settings))
 
 
 def application(services: Services) -> ASGIApp:

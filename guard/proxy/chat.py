@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from guard.policy import Decision, Judges, Question
 from guard.policy.measuring import Steering
+from guard.policy.schema import Contract
 from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer, PlainAnswer
@@ -53,6 +54,7 @@ def answering(form: Form) -> Handler:
         record.model, record.streamed = request.model, request.streamed
         exchange.affinity = affinity_of(request.fields)
         judges = judges_for(services.policies, exchange, request.model)
+        record.contract = Contract(judges.live.streaming, judges.live.window_tokens) if request.streamed else None
         exchange.capturing = capturing_of(judges, request, record)
         await exchange.until_client_leaves(guarded(services, exchange, request, judges, began_s))
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from detectors.base import Score, SecondPass
 from guard.mia.results import Readouts, join
 from guard.policy import BoundPolicy, Decision, Judges, Question, RuleHit
-from guard.policy.judges import LATER, STREAM
+from guard.policy.judges import STREAM
 from guard.policy.measuring import NOT_YET, Measurement, Part
 from guard.policy.over_time import Seen
-from guard.policy.schema import SEVERITY, Stage, detectors_in
+from guard.policy.schema import LATER, SEVERITY, Stage, detectors_in
 from guard.proxy.readouts import most_complete
 from guard.proxy.second_pass import PassReader, SecondPassError
 from guard.proxy.wire import Frame, Piece
@@ -72,7 +72,8 @@ class Ruling:
 
 @dataclass
 class _Kept:
-    """What one policy's detectors said of an answer. ``met``: by rule that hit, how severely and on which scores."""
+    """What one policy's detectors said of an answer. ``met``: by rule that hit, how severely and on which scores: the
+    first time that it hit worst, as in ``joined``."""
 
     seen: Seen = field(default_factory=Seen)
     met: dict[str, tuple[int, Mapping[str, Score]]] = field(default_factory=dict)
@@ -92,7 +93,17 @@ class _Kept:
         scores = self.seen.scores({name for rule in hits for name in detectors_in(rule)})
         met = {rule: on for rule, (_, on) in self.met.items()}
         return Answered(
-            choice, scores, decision, None, attempts, None, complete, dict(self.seen.whole), self.seen.end, met
+            choice,
+            scores,
+            decision,
+            None,
+            attempts,
+            None,
+            complete,
+            self.seen.times,
+            dict(self.seen.whole),
+            self.seen.end,
+            met,
         )
 
 
@@ -363,9 +374,10 @@ def severity_of(decision: Decision) -> int:
 
 
 def joined(decisive: Decision, decisions: Sequence[Decision]) -> Decision:
-    """``decisive`` with the hits of all, each rule once, as it hit worst."""
+    """``decisive``, which is one of them, with the hits of all, each rule once: as it first hit worst, which is the hit
+    that ``_Kept`` has the scores of."""
     hits: dict[str, RuleHit] = {}
-    for hit in (hit for one in (decisive, *decisions) for hit in one.hits):
+    for hit in (hit for one in decisions for hit in one.hits):
         if hit.rule not in hits or hits[hit.rule].severity < hit.severity:
             hits[hit.rule] = hit
     flags = tuple(dict.fromkeys(name for one in (decisive, *decisions) for name in one.flags))

@@ -82,7 +82,11 @@ class Services:
         self.admission = Admission(settings, self.metrics.limit_fallbacks.inc)
         self._announce(self.policies.current)
         self.ledger = Ledger(
-            settings.ledger, self.metrics.count_entries, secret=_secret(settings), keeping=_keeping(settings)
+            settings.ledger,
+            self.metrics.count_entries,
+            self.metrics.ledger_waiting.inc,
+            secret=_secret(settings),
+            keeping=_keeping(settings),
         )
         self.refusals = Refusals(lambda record: self.ledger.append(record.to_entry()))
         self.tracing = _tracing(settings)

@@ -10,7 +10,7 @@ from typing import get_args
 from guard.policy.store import Reload
 from guard.telemetry.family import Family
 from guard.telemetry.ledger import Result
-from guard.telemetry.record import LimitKind, LimitScope, Outcome
+from guard.telemetry.record import LimitKind, LimitScope, Malformed, Outcome
 
 OWN_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 DETECTOR_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
@@ -132,12 +132,26 @@ LIMIT_FALLBACKS = Family(
     "counter",
     "Requests with limits that this process counted for itself, since Redis did not answer.",
 )
+MALFORMED = Family(
+    "guard_malformed_requests_total",
+    "counter",
+    "What came over connections and is no request, so that it is in no other number and has no ledger entry; it is "
+    "answered, logged at most once a minute, and the connection closed. not_http: what the parser cannot read; "
+    "head_too_large: request line and headers, or too many of them; two_hosts: more than one Host header.",
+    {"reason": get_args(Malformed)},
+)
 LEDGER_ENTRIES = Family(
     "guard_ledger_entries_total",
     "counter",
     "Ledger entries: written, delayed (the disk refused; tried again), failed (it refused to the end), dropped (too "
     "many waited).",
     {"result": get_args(Result)},
+)
+LEDGER_WAITING = Family(
+    "guard_ledger_waiting",
+    "gauge",
+    "Ledger entries that wait to be written, in memory. More than 100,000 do not: those are dropped.",
+    merged="livesum",
 )
 POLICY_INFO = Family(
     "guard_policy_info",
@@ -176,7 +190,7 @@ PROXY = (
     REQUESTS, IN_FLIGHT, RULE_HITS, RULE_THRESHOLD, SHADOW_DECISIONS,
     DETECTOR_RESULTS, DETECTOR_SCORE, DETECTOR_SECONDS,
     ADDED_LATENCY, VERDICT, STREAM_HELD, SECOND_PASS, UPSTREAM_FIRST_BYTE, UPSTREAM,
-    LIMIT_REFUSALS, LIMIT_FALLBACKS, LEDGER_ENTRIES,
+    LIMIT_REFUSALS, LIMIT_FALLBACKS, MALFORMED, LEDGER_ENTRIES, LEDGER_WAITING,
     POLICY_INFO, POLICY_IN_FORCE, POLICY_LOADED, POLICY_RELOADS, KEYS_IN_FORCE, BUILD_INFO,
 )  # fmt: skip
 """All, in the order of the page."""

@@ -60,18 +60,21 @@ class Content(Protocol):
 
 
 class Ledger:
-    """Append-only JSON lines. ``on_result(result, entries)`` is called from both threads for every entry."""
+    """Append-only JSON lines. ``on_result(result, entries)`` is called from both threads for every entry, and
+    ``on_waiting`` with how many more of them wait, or fewer."""
 
     def __init__(
         self,
         path: Path,
         on_result: Callable[[Result, int], None] = lambda result, entries: None,
+        on_waiting: Callable[[int], None] = lambda more: None,
         *,
         secret: Secret | None = None,
         keeping: Keeping | None = None,
     ) -> None:
         self.path = path
         self._on_result = on_result
+        self._on_waiting = on_waiting
         self._queue: queue.Queue[bytes | _WithContent | None] = queue.Queue(MAX_QUEUED)
         self._content = content_folder(path)
         self._content_bytes = 0
@@ -114,9 +117,12 @@ class Ledger:
             waiting = _WithContent(entry, content, size_bytes)
         else:
             waiting = _to_line(entry)
+        # Before the thread can have written it.
+        self._on_waiting(1)
         try:
             self._queue.put_nowait(waiting)
         except queue.Full:
+            self._on_waiting(-1)
             if isinstance(waiting, _WithContent):
                 self._room_for(-waiting.size_bytes)
             self._report("dropped", 1, f"{MAX_QUEUED} entries wait to be written")
@@ -197,6 +203,7 @@ class Ledger:
             if last:
                 self._failed = len(lines) + (0 if ends else self._rest())
                 self._on_result("failed", self._failed)
+                self._on_waiting(-self._failed)
                 return False
             # Those that came meanwhile wait as well. Entries are written in order: the first ones are told already.
             waiting = len(lines) + self._queue.qsize() - self._closing.is_set()
@@ -214,6 +221,7 @@ class Ledger:
         whole, error = self._file.append(lines)
         if whole:
             self._on_result("written", whole)
+            self._on_waiting(-whole)
         return lines[whole:], (error.strerror or "an error") if error is not None else ""
 
     def _report(self, result: Result, entries: int, why: str) -> None:

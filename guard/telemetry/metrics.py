@@ -25,7 +25,7 @@ from guard.telemetry import families as f
 from guard.telemetry.family import counter, gauge, histogram
 from guard.telemetry.family import values as values_of
 from guard.telemetry.ledger import Result
-from guard.telemetry.record import Beside, RequestRecord
+from guard.telemetry.record import Beside, Malformed, RequestRecord
 from guard.telemetry.shared_series import exposition_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -86,7 +86,9 @@ class Metrics:
         self.in_flight = gauge(f.IN_FLIGHT, registry)
         self.limit_refusals = counter(f.LIMIT_REFUSALS, registry)
         self.limit_fallbacks = counter(f.LIMIT_FALLBACKS, registry)
+        self.malformed = counter(f.MALFORMED, registry)
         self.ledger_entries = counter(f.LEDGER_ENTRIES, registry)
+        self.ledger_waiting = gauge(f.LEDGER_WAITING, registry)
         self.policy_info = gauge(f.POLICY_INFO, registry)
         self.policy_in_force = gauge(f.POLICY_IN_FORCE, registry)
         self.policy_loaded = gauge(f.POLICY_LOADED, registry)
@@ -108,6 +110,8 @@ class Metrics:
                 by_route.labels(route)
         for scope, limit in product(values_of(f.LIMIT_REFUSALS, "scope"), values_of(f.LIMIT_REFUSALS, "limit")):
             self.limit_refusals.labels(scope, limit)
+        for reason in values_of(f.MALFORMED, "reason"):
+            self.malformed.labels(reason)
         for result in values_of(f.LEDGER_ENTRIES, "result"):
             self.ledger_entries.labels(result)
         for result in values_of(f.POLICY_RELOADS, "result"):
@@ -228,6 +232,9 @@ class Metrics:
 
     def count_entries(self, result: Result, entries: int) -> None:
         self.ledger_entries.labels(result).inc(entries)
+
+    def count_malformed(self, reason: Malformed) -> None:
+        self.malformed.labels(reason).inc()
 
     def exposition(self) -> bytes:
         """What ``/metrics`` answers: of this process, or of all that share the folder."""

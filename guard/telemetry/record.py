@@ -15,7 +15,7 @@ from typing import Any, Literal
 from detectors.base import Score
 from guard.policy import Decision, RuleHit
 from guard.policy.over_time import Spread
-from guard.policy.schema import SEVERITY
+from guard.policy.schema import SEVERITY, Contract
 
 Outcome = Literal[
     "completed",
@@ -35,6 +35,9 @@ that blocks ``on_error`` got no score. ``upstream_error``: vLLM answered with an
 
 LimitScope = Literal["key", "tenant", "everybody"]
 LimitKind = Literal["requests", "tokens", "concurrent"]
+
+Malformed = Literal["not_http", "head_too_large", "two_hosts"]
+"""Why what came over a connection is no request, and so has no record."""
 
 MAX_MODEL_CHARACTERS = 128
 
@@ -57,8 +60,8 @@ class Answered:
 
     ``shadow``: what the shadow policy made of the same; None where it has no rules for answers. ``attempts``: how often
     the answer was generated again. ``second_pass_s``: how long detectors had the model read about it; None where none
-    did. ``complete``: it was judged to its end. ``whole``, ``end``: all scores of a detector, and those at the end.
-    ``met``: by rule that hit, the scores that it hit on; not in the ledger.
+    did. ``complete``: it was judged to its end; ``times``: how often it was judged. ``whole``, ``end``: all scores of a
+    detector, and those at the end. ``met``: by rule that hit, the scores that it hit on; not in the ledger.
     """
 
     choice: int
@@ -68,6 +71,7 @@ class Answered:
     attempts: int
     second_pass_s: float | None = None
     complete: bool = True
+    times: int = 1
     whole: Mapping[str, Spread] = field(default_factory=dict)
     end: Mapping[str, Spread] = field(default_factory=dict)
     met: Mapping[str, Mapping[str, Score]] = field(default_factory=dict)
@@ -100,10 +104,11 @@ class RequestRecord:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
     ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens, about, of which each has
     ``most_frame_tokens`` at most. ``held_s``: longest time that rules kept a part of a stream back.
-    ``limit``: whose, and which, refused it. ``earlier``: answers that were generated again. ``count``: how many
-    requests it stands for. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
-    ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
-    ``sent_s`` it was first sent upstream, ``decided_s`` there was a decision on the prompt."""
+    ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
+    ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``course``: how a
+    stream's scores went; ``provider``: whose model was asked last, and ``answered_by`` what it calls itself: these
+    three are not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was first sent upstream,
+    ``decided_s`` there was a decision on the prompt."""
 
     route: str
     policy: str
@@ -118,6 +123,7 @@ class RequestRecord:
     provider: str | None = None
     answered_by: str | None = None
     streamed: bool = False
+    contract: Contract | None = None
     assignment: str | None = None
     scores: Mapping[str, Score] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
@@ -229,6 +235,7 @@ class RequestRecord:
             "tenant": self.tenant,
             "model": self.model_told,
             "streamed": self.streamed,
+            "contract": asdict(self.contract) if self.contract else None,
             "policy": self.policy,
             "policy_hash": self.policy_hash,
             "assignment": self.assignment,
@@ -279,6 +286,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "tenant": "Tenant of the key; null without one.",
     "model": "The model that the client named.",
     "streamed": "Whether it asked for a stream.",
+    "contract": "What its policy says of streams: streaming, window_tokens; null where it is none.",
     "policy": "Name of the policy that judged it.",
     "policy_hash": "SHA-256 of the policy's content.",
     "assignment": "The assignment of selection.yaml that chose the policy; null for its default.",
@@ -309,10 +317,10 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "reason; scores, detectors, timed_out, details, passages, measured, where a score is the highest that the detector "
     "gave any of its texts at any time while it grew; over_time, of detectors that said more than one thing of it: "
     "lowest, highest, without (what stood there instead of a score), timed_out; at_end, the same of the last time that "
-    "it was judged, where that differs; complete, whether that was its end; how many attempts there were to generate "
-    "it again, and earlier, the same of the answers before; what the shadow policy would have done (would), on what "
-    "(shadow: as above; null where it has no rules for answers), and how long detectors had the model read about it "
-    "(second_pass_ms); null when no rule judges answers, or there was none.",
+    "it was judged, where that differs; complete, whether that was its end; times, how often it was judged; how many "
+    "attempts there were to generate it again, and earlier, the same of the answers before; what the shadow policy "
+    "would have done (would), on what (shadow: as above; null where it has no rules for answers), and how long "
+    "detectors had the model read about it (second_pass_ms); null when no rule judges answers, or there was none.",
     "outcome": "How the request ended.",
     "error_code": "error.code of the proxy's own error answer.",
     "status": "HTTP status that was sent; null when none was.",
@@ -370,6 +378,7 @@ def _answered(answer: Answered, measured: Mapping[str, str], beside: Mapping[str
         "would": shadow.decision.action if shadow else None,
         **_judged(answer, measured),
         "complete": answer.complete,
+        "times": answer.times,
         "shadow": _judged(shadow, beside) if shadow else None,
     }
 

@@ -38,32 +38,95 @@ SECRETS = re.compile(
     """,
     re.VERBOSE,
 )
+NAMES = (
+    r"(?:password|passwd|passphrase|passcode|secret|token|"
+    r"(?:api|access|account|private|secret|signing)[_\-]?key)"
+)
+SCHEMES = (
+    r"(?:bearer|basic|token|api[_\-]?key|key|jwt|oauth|bot|negotiate|ntlm|hmac|hawk|splunk|"
+    r"genie-?key|sso-key|sharedkey)"
+)
+NO_VALUE = (
+    r"(?!(?:a|also|an|and|are|argument|as|at|auth|authentication|authorization|based|be|because|but|by|can|credentials?|"
+    r"did|disabled|do|does|enabled|field|file|flag|for|from|given|has|have|header|here|if|in|instead|into|is|it|its|key|"
+    r"may|means|must|needs?|no|none|not|of|on|only|option|options|or|parameter|requires?|required|scheme|sets?|should|"
+    r"so|switch|takes?|than|that|the|then|they|this|to|token|type|unless|using|value|via|was|we|were|when|where|which|"
+    r"while|will|with|without|works?|would|yes|you|your)(?![\w~+/=\-]|\.\w))"
+)
+"""What stands behind such names where they are only talked about."""
+
+SAYS = r"\\{0,4}[\"']?\s{0,3}[:=]\s{0,3}"
+"""Between a name, which may be quoted, and its value."""
+
 NAMED_SECRETS = re.compile(
-    r"""(?ix)
-    ( \b(?:bearer|basic)[ ]{1,8}+(?=[\w.~+/=\-]{16}) )
+    rf"""(?ix)
+    ( \b(?:bearer|basic)[ ]{{1,8}}+(?=[\w.~+/=\-]{{16}}) )
+    ( [^\s"',;\\]++ )
+    |   # a header: what looks random, or ends with the header
+    ( \bauthorization\\{{0,4}}["']?\s{{0,3}}[:=,]\s{{0,3}}\\{{0,4}}["']?
+      (?: {SCHEMES}[ ]{{1,8}}+ {NO_VALUE}
+          (?: (?=[\w.~+/=\-]{{0,64}}(?:\d|=)) | (?=[\w.~+/\-]{{0,64}}(?-i:[a-z][A-Z]))
+            | (?=\w{{3,64}}+\s{{0,9}}(?:["'\\]|\Z)) )
+        | (?=[\w.~+/=\-]{{16}})(?=[a-z_.~+/=\-]{{0,64}}\d) ) )
     ( [^\s"',;\\]++ )
     |
-    ( \b(?:set-)?cookie2?\\{0,4}["']?\s{0,3}[:=]\s{0,3}\\{0,4}["']?(?=[\w.\-]{1,64}=) )
-    ( [^\r\n"'\\]{4,} )
+    ( \bauthorization\\{{0,4}}["']?\s{{0,3}}[:=,]\s{{0,3}}\\{{0,4}}["']?digest[ ]{{1,8}}+(?=\w{{1,20}}=) )
+    ( [^\r\n']++ )
+    |   # a header with cookies; one cookie's value may be quoted
+    ( \b(?:set-)?cookie2?\\{{0,4}}["']?\s{{0,3}}[:=,]\s{{0,3}}\\{{0,4}}["']?(?=[\w.\-]{{1,64}}=) )
+    ( (?: [^\r\n"'\\] | (?<==)\\{{0,4}}"[^"\\\r\n]*+\\{{0,4}}" ){{4,}}+ )
+    |   # lists of them
+    ( \b(?:set-)?cookies?{SAYS}[\[(]\s{{0,40}}+(?=\\{{0,4}}["'][\w.\-]{{1,64}}=) )
+    ( (?:"[^"]*+"|'[^']*+'|[^\])"'])++ )
+    |   # objects: a name and something random, or one with a name and a value for each
+    ( \bcookies?{SAYS}(?:dict\(|\{{)\s{{0,40}}+
+      (?=\\{{0,4}}["']?[\w.\-]{{1,64}}{SAYS}\\{{0,4}}["'](?=[^\s"'\\]{{6}})[^\s"'\\\d]{{0,64}}\d) )
+    ( (?:"[^"]*+"|'[^']*+'|[^}})"'])++ )
     |
-    ( (?<![\w\-])(?:-u|--user|--proxy-user)[ =]{0,3}["']?[^\s:"']{1,64}+: )
-    ( (?!\d{1,16}(?:[\s"']|\Z))[^\s"']{4,} )            # of docker, -u has numbers
+    ( \bcookies?{SAYS}\[\s{{0,40}}+(?=\{{[^\]]{{0,400}}["']value\\{{0,4}}["']\s{{0,3}}:) )
+    ( (?:"[^"]*+"|'[^']*+'|[^\]"'])++ )
+    |   # options of programs; -b of ldapsearch has names of folders
+    ( (?<![\w\-])(?:-[sSkLvifgGIOjJNqRZ]{{0,6}}b|--cookie)[ =]{{1,3}}(?!["']?(?:dc|ou|cn|o|uid|c)=) )
+    ( '[\w.\-]{{1,64}}+=[^'\r\n]++'? | "[\w.\-]{{1,64}}+=(?:[^"\\\r\n]|\\[^\r\n])++"?
+      | [\w.\-]{{1,64}}+=[^\s"']{{3,}}+ )
     |
-    ( (?<![\w\-])--(?:password|passwd|passphrase|token|secret|api-key)[ ]{1,3}["']? )
-    ( (?!-)[^\s"']{6,} )
+    ( (?<![\w\-])(?:-[sSkLvifgGIOjJNqRZ]{{0,6}}u|--user|--proxy-user)[ =]{{0,3}} )
+    (?: ( '[^\s:"']{{1,64}}+:(?!//) ) ( (?!\d{{1,16}}') [^'\r\n]{{2,}}+ )
+      | ( "[^\s:"']{{1,64}}+:(?!//) ) ( (?!\d{{1,16}}") (?:[^"\\\r\n]|\\[^\r\n]){{2,}}+ )
+      | ( [^\s:"']{{1,64}}+:(?!//) ) ( (?!\d{{1,16}}(?:\s|\Z)) [^\s"']{{4,}}+ ) )   # of docker, -u has numbers
     |
-    ( (?:password|passwd|passphrase|passcode|secret|(?:api|access|account|private|secret|signing)[_\-]?key|token
+    ( (?<![\w\-])--(?:[a-z]{{1,20}}-){{0,3}}(?:password|passwd|passphrase|token|secret|api-key)(?:[ ]{{1,3}}|=)
+      (?=["']?[^\s"'\-<$]){NO_VALUE} )
+    ( '[^'\r\n]++'? | "(?:[^"\\\r\n]|\\[^\r\n])++"? | [^\s"',;]++ )
+    |
+    ( \bsshpass[ ]{{1,3}}-p[ ]{{0,3}} )
+    ( '[^'\r\n]++'? | "(?:[^"\\\r\n]|\\[^\r\n])++"? | [^\s"']++ )
+    |   # a line of .netrc
+    ( \b(?:machine\s{{1,9}}+[^\s,;]{{1,255}}+|default)\s{{1,9}}+login\s{{1,9}}+(?!and\s|or\s)\S{{1,255}}+\s{{1,9}}+
+      (?:account\s{{1,9}}+\S{{1,255}}+\s{{1,9}}+)?+password\s{{1,9}}+ )
+    ( \S++ )
+    |   # an element
+    ( <(?:[\w.\-]{{1,40}}:)?[\w.\-]{{0,40}}?(?:{NAMES}|pwd)(?:\s[^<>]{{0,200}})?>(?:<!\[CDATA\[)? (?=\s{{0,99}}[^\s<]) )
+    ( (?:[^<\]]|\](?!\]>))++ ) (?=(?:\]\]>)?</)
+    |   # a name and a value that say so
+    ( \b(?:key|name){SAYS}\\{{0,4}}["']?[\w.:\-]{{0,60}}{NAMES}\\{{0,4}}["']?[\s,]{{1,40}}+
+      \\{{0,4}}["']?value{SAYS}\\{{0,4}}["']? )
+    ( [^\s"'<>,\\]{{4,}}+ )
+    |
+    ( (?:{NAMES}
         |\bpwd(?=["']?\s?[:=]\s?["']?[^\s/"'$])            # and not the folder that one is in
         |passwort|kennwort|mot[ ]de[ ]passe|contrase[ñn]a|senha|wachtwoord|l[öo]senord|adgangskode|passord|salasana
         |has[łl]o|heslo|parola|jelsz[óo]|[şs]ifre|пароль|密码|密碼|パスワード|비밀번호)
-      \\{0,4}["']?\s{0,3}[:=\uff1a]\s{0,3} )
-    (?: ( \\{0,4}" ) ( [^"\r\n]{5,}[^"\r\n\\] )
-      | ( \\{0,4}' ) ( [^'\r\n]{5,}[^'\r\n\\] )
-      | (?=(?:[,;]{0,3}[^\s"',;]){6})
-        ( (?:[,;]{0,3}(?:[^\s"',;\\]|\\(?!["'])))++ )
+      \\{{0,4}}["']?\s{{0,3}}[:=\uff1a]\s{{0,3}} )
+    (?: ( " ) ( (?:[^"\\\r\n]|\\[^\r\n]){{6,}}+ )
+      | ( ' ) ( (?:[^'\\\r\n]|\\[^\r\n]){{6,}}+ )
+      | ( \\{{1,4}}" ) ( (?:\\\\\\"|[^"\\\r\n]|\\(?!\\{{0,3}}")){{6,}}+ )
+      | ( \\{{1,4}}' ) ( (?:\\\\\\'|[^'\\\r\n]|\\(?!\\{{0,3}}')){{6,}}+ )
+      | (?!<[\w\-]{{1,40}}>)(?=(?:[,;]{{0,3}}[^\s"',;]){{6}})
+        ( (?:[,;]{{0,3}}(?:[^\s"',;\\]|\\(?!["'])))++ )
     )
     |
-    ( ://[^\s/:]{0,64}+: )
+    ( ://[^\s/:]{{0,64}}+: )
     ( [^\s/"']+ ) (?=@)
     """
 )
@@ -72,7 +135,7 @@ that is to the last ``@`` before the path."""
 
 EMAILS = re.compile(
     r"""(?x)
-    (?: (?<![\w.+%\-]) [\w.+%\-]++ (?:'[\w.+%\-]++)?+ | "[^"\r\n]{1,64}+" )
+    (?: (?<![\w.+%\-]) [\w.+%\-]++ (?:'[\w.+%\-]++)?+ | "(?:[^"\\\r\n]|\\[^\r\n]){1,64}+" )
     @ (?: [\w\-]++(?:\.[\w\-]++)++ | \[[0-9A-Fa-f:.]{2,45}\] )
     (?: [\w.+%\-]*+ @[\w\-]++(?:\.[\w\-]++)++ )*+    # one right behind the other
     """

@@ -88,11 +88,11 @@ def start_console(tmp_path: Path) -> StartConsole:
             "admin_port": 1,
         }
         services = Services(Settings(**(given | settings)))
-        stopping = Stopping(limit_s=1)
+        stopping, malformed = Stopping(limit_s=1), services.metrics.count_malformed
         with listening_socket("127.0.0.1", 0) as port, listening_socket("127.0.0.1", 0) as admin_port:
             async with (
-                serving(operators_app(services), admin_port, stopping=stopping),
-                serving(application(services), port, stopping=stopping),
+                serving(operators_app(services), admin_port, on_malformed=malformed, stopping=stopping),
+                serving(application(services), port, on_malformed=malformed, stopping=stopping),
             ):
                 urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (port, admin_port)]
                 yield Console(urls[0], engine, tmp_path / "ledger.jsonl", urls[1], admin, client, services)

@@ -269,6 +269,33 @@ async def test_a_rule_whose_answer_was_generated_again_is_shown_with_the_scores_
     assert (leak["hit"], leak["decided"], leak["does"], leak["scores"]) == (True, True, "retry", {"text": 1.0})
 
 
+async def test_a_rule_that_hits_several_times_has_one_score_and_beside_it_the_answers_highest(
+    start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``low`` hits at 0.3 and again at 0.9, where ``high``, which is more severe, hits beside it."""
+    monkeypatch.setitem(registry.BUILT_IN, "fading", lambda _path: Fading())
+    policy = """\
+version: 1
+name: test
+streaming: observe
+detectors:
+  fading: {kind: fading}
+rules:
+  - {name: low, stage: stream, when: {detector: fading, at_least: 0.2}, action: flag}
+  - {name: high, stage: stream, when: {detector: fading, at_least: 0.5}, action: flag, severity: 9}
+"""
+    engine = FakeEngine(scripts=[("was", " told", " a", " secret", " again", ".")], word_delay_s=0.05)
+    async with running(engine), start_console(engine, policy) as console:
+        await console.chat(stream=True)
+        _, shown = await console.ask("GET", "/requests/1")
+    rules = {one["name"]: one for one in shown["rules"]}
+    for name, score, asked in (("low", 0.3, 0.2), ("high", 0.9, 0.5)):
+        rule, told = rules[name], f"fading {score} >= {asked}"
+        assert (rule["reason"], rule["condition"]["reason"], rule["scores"]) == (told, told, {"fading": score})
+        assert rule["answer_scores"] == {"fading": 0.9}
+        assert told in [hit["reason"] for hit in shown["entry"]["hits"] if hit["rule"] == name]
+
+
 async def test_one_prompt_goes_through_two_policies(console: Console) -> None:
     console.engine.logit = BLOCKED
     _, choices = await console.ask("GET", "/playground")

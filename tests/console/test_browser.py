@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -141,6 +142,33 @@ async def test_with_the_keyboard_alone_a_request_is_seen_as_it_ends_and_why(brow
         await tab.press("1")
         await tab.page.click(".chip.action-block")
         assert await tab.page.locator("tbody tr").count() == 1
+
+
+BESIDE = """
+async (pairs) => {
+  const { score } = await import("/console/static/format.js");
+  return pairs.map(([one, other]) => [score(one, other), score(other, one)]);
+}
+"""
+
+
+async def test_no_score_is_rounded_to_1_or_onto_its_threshold(browser: Any, console: Console) -> None:
+    console.engine.logit = 9.5  # 0.999925
+    await console.chat()
+    random = Random(0)  # noqa: S311
+    pairs = [(random.random(), random.random()) for _ in range(100)]
+    pairs += [(one, min(1.0, one + 10 ** -random.uniform(2, 15))) for one, _ in pairs] + [(0.5, 0.5), (1.0, 1.0)]
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector("tr[data-number='1']")
+        assert "0.9999" in await tab.text("tr[data-number='1'] .score .number")
+        await tab.page.click("tr[data-number='1']")
+        await tab.page.wait_for_selector(".rule.decided")
+        for place in (".rule.decided .asked b", ".detectors b"):
+            assert await tab.text(place) == "0.9999"
+        for (one, other), told in zip(pairs, await tab.page.evaluate(BESIDE, pairs), strict=True):
+            mine, beside = map(float, told)
+            assert ((mine < beside), (mine > beside)) == ((one < other), (one > other)), (one, other, told)
+            assert (mine == 1, beside == 1) == (one == 1, other == 1)
 
 
 async def test_what_clients_write_is_text_and_a_prompt_is_tried_and_looked_into(browser: Any, console: Console) -> None:

@@ -18,8 +18,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from guard.mia import MiaClient
-from guard.proxy.app import create_app
+from guard.proxy.app import application
 from guard.proxy.keys import NewKey, create_key
+from guard.proxy.services import Services
 from guard.proxy_server import Stopping, listening_socket, serving
 from guard.settings import Settings, SettingsError
 from guard.uses.asking import served
@@ -104,7 +105,9 @@ async def proxied(
     }
     settings = Settings(**(given | more))
     with listening_socket("127.0.0.1", 0, settings.client_timeout_s) as listener:
-        async with serving(create_app(settings), listener, stopping=Stopping(limit_s=1)):
+        services = Services(settings)
+        malformed = services.metrics.count_malformed
+        async with serving(application(services), listener, on_malformed=malformed, stopping=Stopping(limit_s=1)):
             yield Proxy(f"http://127.0.0.1:{listener.getsockname()[1]}", folder / "ledger.jsonl")
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from guard.proxy.app import create_app
+from guard.proxy.app import application
+from guard.proxy.services import Services
 from guard.proxy_server import Stopping, listening_socket, serving
 from guard.settings import Settings
 from tests.proxy.engine import FakeEngine, running
@@ -120,9 +121,10 @@ def start_proxy(tmp_path: Path) -> StartProxy:
             "ledger": tmp_path / "ledger.jsonl",
         }
         made = Settings(**(given | settings))
-        app = create_app(made)
+        services = Services(made)
+        malformed = services.metrics.count_malformed
         with listening_socket("127.0.0.1", 0, made.client_timeout_s) as listener:
-            async with serving(app, listener, stopping=Stopping(limit_s=1)):
+            async with serving(application(services), listener, on_malformed=malformed, stopping=Stopping(limit_s=1)):
                 yield Proxy(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, tmp_path / "ledger.jsonl")
 
     return start

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guard import folded_log
 from guard.mia.spec import HiddenCapture, MiaSpec
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
@@ -339,6 +341,33 @@ async def test_a_head_and_a_body_as_large_as_they_may_be_pass(proxy: Proxy) -> N
     headers = {f"x-{i}": "a" * 500 for i in range(100)}
     body = json.dumps({**BODY, "x": "a" * 1_000_000}).encode()
     assert (await proxy.post(body, headers))[0] == 200
+
+
+async def test_what_is_no_request_is_counted_and_a_flood_of_it_is_one_line_in_the_log(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn warns of each, of an upgrade that it does not know, too."""
+    log, told = logging.getLogger(folded_log.SERVER_LOG), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    upgrade = b"GET /livez HTTP/1.1\r\nhost: h\r\nconnection: upgrade, close\r\nupgrade: h2c\r\n\r\n"
+    try:
+        for _ in range(20):
+            assert (await raw(proxy, b"\x16\x03\x01 no HTTP\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+            assert b"200 OK" in await raw(proxy, upgrade)
+        await raw(proxy, b"GET /livez HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n")
+        await raw(proxy, HEAD, b"x-a: ", *[MANY] * 2)
+        assert [one[:19] for one in told] == ["Invalid HTTP reques", "Unsupported upgrade", "No supported WebSoc"]
+        monkeypatch.setattr(folded_log, "FOLD_S", 0.0)
+        await raw(proxy, b"\x00\r\n\r\n")
+        assert told[3].startswith("Invalid HTTP request received. (and 20 more")
+    finally:
+        log.removeHandler(handler)
+    _, _, text = await proxy.get("/metrics")
+    for reason, count in (("not_http", 21), ("two_hosts", 1), ("head_too_large", 1)):
+        assert f'guard_malformed_requests_total{{reason="{reason}"}} {count:.1f}' in text.decode()
+    assert proxy.ledger.read_text() == ""
 
 
 async def test_two_hosts_are_no_host(proxy: Proxy) -> None:

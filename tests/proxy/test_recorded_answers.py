@@ -72,6 +72,67 @@ async def test_the_same_rules_for_answers_change_nothing_and_without_them_it_is_
         assert (code, told["stricter"], told["unchanged"]) == (1, 2, {action: 2})
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("streaming: hold", "streaming: observe"), "streaming hold -> observe"),
+        (("window_tokens: 3", "window_tokens: 9"), "window_tokens 3 -> 9"),
+    ],
+)
+async def test_another_contract_for_streams_is_told_as_what_cannot_be_judged_and_is_no_success(
+    start_proxy: StartProxy, tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    text = policy("hold")
+    async with served(start_proxy, text, [LEAK, CLEAN]) as proxy:
+        code, told = replayed(tmp_path, proxy, text.replace(*change))
+        assert (code, told["compared"], told["changed"]) == (3, 4, 0)
+        assert told["not_judged"] == {f"when streams are judged, and what leaves before a block: {said}": 2}
+        assert replayed(tmp_path, proxy, text.replace(*change), "--allow-unjudged")[0] == 0
+        _, out = guard("replay", tmp_path / "candidate.yaml", "--ledger", proxy.ledger)
+        assert f"  of 2 requests: when streams are judged, and what leaves before a block: {said}" in out
+        assert "0 change" in out
+        assert replayed(tmp_path, proxy, text)[0] == 0
+
+
+async def test_a_rule_that_moves_to_another_stage_is_not_judged_on_what_nobody_saw(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    """To the end: of the stream that was cut there is none. To the stream: it was judged at its end alone."""
+    stream, output = policy("hold", stage="stream"), policy("hold", stage="output")
+    cut, grown = ("the end of answers that a block cut, for rule leak of stage output",
+                  "answers while they grew, that were judged at their end, for rule leak of stage stream")  # fmt: skip
+    async with served(start_proxy, stream, [LEAK, CLEAN]) as proxy:
+        code, told = replayed(tmp_path, proxy, output)
+        assert (code, told["not_judged"], told["unchanged"]) == (3, {cut: 1}, {"block": 1, "allow": 2})
+    proxy.ledger.unlink()
+    async with served(start_proxy, output, [LEAK, CLEAN]) as proxy:
+        code, told = replayed(tmp_path, proxy, stream)
+        # Of the one that leaked, the end is enough: there rules for streams are judged as well.
+        assert (code, told["not_judged"], told["unchanged"]) == (3, {grown: 1}, {"block": 2, "allow": 1})
+
+
+async def test_an_answer_that_was_cut_and_would_have_gone_on_is_told(start_proxy: StartProxy, tmp_path: Path) -> None:
+    text = policy("window")
+    async with served(start_proxy, text, [LEAK]) as proxy:
+        code, told = replayed(tmp_path, proxy, text.replace("at_least: 0.5", "at_least: 1.5"))
+        assert (code, told["looser"], told["cut_short"], told["not_judged"]) == (1, 2, 1, {})
+        _, out = guard("replay", tmp_path / "candidate.yaml", "--ledger", proxy.ledger)
+        assert "1 of those that change had their answer cut; nobody knows how it would go on" in out
+
+
+async def test_streams_of_lines_that_do_not_say_their_contract_are_counted(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    text = policy("hold")
+    async with served(start_proxy, text, [CLEAN]) as proxy:
+        lines = [json.loads(line) for line in proxy.ledger.read_text().splitlines()]
+        for line in lines:
+            del line["contract"], line["answer"]["times"]
+        proxy.ledger.write_text("\n".join(map(json.dumps, lines)))
+        code, told = replayed(tmp_path, proxy, text.replace("streaming: hold", "streaming: observe"))
+        assert (code, told["without_contract"], told["not_judged"]) == (0, 1, {})
+
+
 async def test_a_rule_for_answers_that_nothing_was_measured_for_is_not_compared(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from guard.policy import Decision
-from guard.proxy.app import create_app
+from guard.proxy.services import Services
 from guard.settings import Settings, SettingsError, load_settings
 from guard.telemetry import tracing
 from guard.telemetry.tracing import decision_type
@@ -295,7 +295,7 @@ def test_without_the_sdk_the_start_is_refused_with_what_to_install(
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     settings = Settings(otlp_endpoint="http://127.0.0.1:4318", ledger=tmp_path / "ledger.jsonl")
     with pytest.raises(SettingsError, match=r"GUARD_OTLP_ENDPOINT.*mia-guard\[otlp\]"):
-        create_app(settings)
+        Services(settings)
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:

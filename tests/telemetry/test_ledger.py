@@ -29,6 +29,19 @@ class Results(Counter[str]):
         self[result] += entries
 
 
+class Waiting:
+    """How many entries wait, and how many waited at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, more: int) -> None:
+        with self._lock:
+            self.now += more
+            self.most = max(self.most, self.now)
+
+
 def lines(path: Path) -> list[dict[str, object]]:
     """Entries without their places in the chain."""
     return [without_chain(line) for line in path.read_text().splitlines()]
@@ -180,14 +193,16 @@ def test_when_too_many_wait_new_entries_are_dropped_and_counted(
         return real_write(file, data)
 
     monkeypatch.setattr(os, "write", write)
-    results = Results()
-    with Ledger(tmp_path / "ledger.jsonl", results) as ledger:
+    results, waiting = Results(), Waiting()
+    with Ledger(tmp_path / "ledger.jsonl", results, waiting) as ledger:
         ledger.append({"number": 0})
         assert writing.wait(10)
         for number in range(1, 100):
             ledger.append({"number": number})
+        assert waiting.now == 11
         disk_hangs.set()
     assert (results["written"], results["dropped"]) == (11, 89)
+    assert (waiting.now, waiting.most) == (0, 12), "one that is dropped waits for a moment"
     assert [entry["number"] for entry in lines(tmp_path / "ledger.jsonl")] == list(range(11))
 
 
@@ -196,19 +211,21 @@ def test_what_is_lost_at_the_end_is_counted_and_told_as_a_whole(
 ) -> None:
     """More than one write's entries, of which only the first few are ever tried."""
     monkeypatch.setattr(ledger_module, "MAX_BATCH", 5)
-    path, results = tmp_path / "ledger.jsonl", Results()
+    path, results, waiting = tmp_path / "ledger.jsonl", Results(), Waiting()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with caplog.at_level(logging.ERROR), Ledger(path, results) as ledger:
+        with caplog.at_level(logging.ERROR), Ledger(path, results, waiting) as ledger:
             ledger.append({"number": 0})
             until(lambda: results["written"] == 1)
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
             for number in range(208):
                 ledger.append({"number": number})
             until(lambda: results["delayed"] == 208)
+            assert waiting.now == 208
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert results == {"written": 1, "delayed": 208, "failed": 208}
+    assert waiting.now == 0
     assert "208 entries are lost" in caplog.messages[-1]
 
 

@@ -72,6 +72,45 @@ def redacted(text: str, names: tuple[str, ...] = ALL, **patterns: str) -> tuple[
         ("密码\uff1aabc12345", "密码\uff1a[secret]"),
         ("Server=h;Uid=sa;Pwd=Sup3rS3cret", "Server=h;Uid=sa;Pwd=[secret]"),
         ("https://hooks.slack.com/services/T01234567/B01234567/" + "aB3" * 8, "https://[secret]"),
+        ("curl -u 'user:pa ss word' h", "curl -u 'user:[secret]' h"),
+        ('curl -u "user:p\\"w d" h', 'curl -u "user:[secret]" h'),
+        ("curl -su user:pass h", "curl -su user:[secret] h"),
+        ("curl -sSLu 'user:pw' h", "curl -sSLu 'user:[secret]' h"),
+        ("curl -b 'session=abc 123' h", "curl -b [secret] h"),
+        ("curl -sb session=abc123 h", "curl -sb [secret] h"),
+        ('curl --cookie "sid=abc123; a=b" h', "curl --cookie [secret] h"),
+        ('Cookie: session="abc 123"; theme=dark\nHost: h', "Cookie: [secret]\nHost: h"),
+        (r'{"h": "Cookie: session=\"abc123\"; b=c"}', '{"h": "Cookie: [secret]"}'),
+        ('{"Cookie": ["session=abc123", "b=c"], "x": 1}', '{"Cookie": [[secret]], "x": 1}'),
+        ("[('Cookie', 'session=abc123'), ('Host', 'h')]", "[('Cookie', '[secret]'), ('Host', 'h')]"),
+        ('{"cookies": {"session": "abc123secret"}, "x": 1}', '{"cookies": {[secret]}, "x": 1}'),
+        ("get(url, cookies={'session': 'abc123'})", "get(url, cookies={[secret]})"),
+        ('"cookies": [{"name": "sid", "value": "abc"}]', '"cookies": [[secret]]'),
+        ("Authorization: Token abcdef123456", "Authorization: Token [secret]"),
+        ("Authorization: ApiKey abcdef\nHost: h", "Authorization: ApiKey abcdef\nHost: h"),
+        ("-H 'Authorization: ApiKey abcdef' h", "-H 'Authorization: ApiKey [secret]' h"),
+        ("Authorization: Basic dTpw, then", "Authorization: Basic [secret], then"),
+        ("Proxy-Authorization: Basic dXNlcjpwdw==", "Proxy-Authorization: Basic [secret]"),
+        ('{"Authorization": "Token abcdef"}', '{"Authorization": "Token [secret]"}'),
+        ("authorization: abcdef1234567890", "authorization: [secret]"),
+        ('Authorization: Digest username="u", response="66ab"\nx', "Authorization: Digest [secret]\nx"),
+        ("wget --http-password x h", "wget --http-password [secret] h"),
+        ("wget --ftp-password='a b' h", "wget --ftp-password=[secret] h"),
+        ("sshpass -p hunter2 ssh h", "sshpass -p [secret] ssh h"),
+        ("machine h login u password p\nmachine i", "machine h login u password [secret]\nmachine i"),
+        ("machine h\n  login u\n  account a\n  password p", "machine h\n  login u\n  account a\n  password [secret]"),
+        ("default login u password p", "default login u password [secret]"),
+        ("<password>a</password>", "<password>[secret]</password>"),
+        ("<password>a]b</password>", "<password>[secret]</password>"),
+        ('{"Cookie": ["a=b1]c", "d=e"]}', '{"Cookie": [[secret]]}'),
+        ('<db:userPassword x="1">hunter 2</db:userPassword>', '<db:userPassword x="1">[secret]</db:userPassword>'),
+        ("<client_secret><![CDATA[a b]]></client_secret>", "<client_secret><![CDATA[[secret]]]></client_secret>"),
+        ('<add key="DbPassword" value="hunter2"/>', '<add key="DbPassword" value="[secret]"/>'),
+        ('{"name": "DB_PASSWORD", "value": "hunter2"}', '{"name": "DB_PASSWORD", "value": "[secret]"}'),
+        ("- name: API_TOKEN\n  value: hunter2", "- name: API_TOKEN\n  value: [secret]"),
+        (r'password = "it is \"quoted\" twice", x', 'password = "[secret]", x'),
+        (r"{'secret': 'it\'s a secret', 'x': 1}", "{'secret': '[secret]', 'x': 1}"),
+        (r'mail "c\"d"@example.com now', "mail [email] now"),
     ],
 )
 def test_what_is_written_as_usual_is_taken_out(text: str, expected: str) -> None:
@@ -95,6 +134,23 @@ def test_what_is_written_as_usual_is_taken_out(text: str, expected: str) -> None
         "4111.1111.1111.1112 and 192.168.100.200, 1.2345.6789",
         'he said "a b" @ noon, "x"@y',
         "at 12345678:90 and 123456789:short",
+        "curl -u is the option for a user: name and password",
+        "sort -u 'a:b', docker run -u '1000:1000' image, chown -u app:app",
+        "ldapsearch -x -b 'dc=example,dc=com' and -b ou=people,dc=example",
+        "grep -b pattern=x file; git checkout -b feature",
+        "pip install -u https://h/x, -u 'http://host:8080/path'",
+        '{"cookies": {"flour": "200 g", "sugar": "sweet"}, "bake": [1]}',
+        "cookies = [1, 2, 3]; cookies: {flour, sugar 2}",
+        '{"cookies": [{"name": "Oatmeal", "price": 3}]}',
+        "Authorization: required. Authorization: Basic authentication is used, or a token",
+        "authorization: none, Authorization: Bearer tokens are better, authorization: see section 4",
+        "the --password option, --token. and --secret is needed, --password=<yours> --token $TOKEN",
+        "the default password is long; a machine login page; password reset",
+        "machine learning, login and password hygiene",
+        "<password/> <password></password> <label>Password</label> <b>token</b>",
+        '<input name="password" type="password" value=""/>',
+        "name: token, and its value: yes",
+        "The secret of the cookie is butter. A token of love: one word.",
     ],
 )
 def test_what_only_looks_a_little_like_it_stays(text: str) -> None:
@@ -108,6 +164,41 @@ def test_only_what_was_asked_for_is_taken_out_and_is_counted_by_what_it_was() ->
         {"email": 1, "ticket": 2},
     )
     assert redacted(text, ()) == (text, {})
+
+
+SECRET = st.from_regex(r"[A-Za-z]{2,12}[0-9]{2,4}[A-Za-z0-9]{2,12}", fullmatch=True)
+HOLDERS = [
+    "curl -u 'user:{}' h", "curl -su user:{} h", 'curl --user "user:{}" h', "curl -b 'session={}' h", "curl -b id={}",
+    'Cookie: session="{}"; a=b', 'x: {{"Cookie": ["id={}", "b=c"]}}', "cookies={{'id': '{}'}}",
+    "Authorization: Token {}", "Authorization: ApiKey {}", "authorization: Basic {}", '"Authorization": "Bot {}"',
+    "--http-password {} x", "--proxy-password='{}'", "machine h login u password {}", "<password>{}</password>",
+    "<my:api-key a='b'>{}</my:api-key>", '{{"password": "a\\"b{}"}}', "password: 'a\\'b{}'",
+    '<add key="secret" value="{}"/>', '"name": "X_TOKEN", "value": "{}"',
+]  # fmt: skip
+"""How a secret stands in what people paste."""
+
+WORDS = [
+    "the", "a", "password", "token", "secret", "cookie", "cookies", "authorization", "basic", "bearer", "digest",
+    "curl", "-u", "-b", "--user", "--cookie", "login", "default", "account", "key", "name", "value", "user", "is",
+    "of", "and",
+    "12", "3.5", "--verbose", "required,", "option.", "(see", "<b>", "it's", '"quoted"', "e.g.", "https://h:8080/a",
+]  # fmt: skip
+
+
+@given(st.sampled_from(HOLDERS), SECRET, st.sampled_from(["", "first, ", "first:\n"]))
+def test_a_secret_is_taken_out_wherever_it_is_pasted_and_nothing_before_it(
+    holder: str, secret: str, before: str
+) -> None:
+    text, counted = redacted(before + holder.format(secret))
+    assert secret not in text
+    assert text.startswith(before + holder[:4].replace("{{", "{"))
+    assert counted == {"secret": 1}
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=30))
+def test_words_about_secrets_are_no_secrets(words: list[str]) -> None:
+    text = " ".join(words)
+    assert redacted(text) == (text, {})
 
 
 @given(st.text(max_size=300))
@@ -132,7 +223,14 @@ BEGINNINGS = [
     "Cookie: a=", "cookie: a", "set-cookie:", "cookie", "M" + "a" * 24 + ".", "MaaaaaaaaaaaaaaaaaaaaaaaaN.aaaaaa.",
     "hooks.slack.com/services/T", "hooks.slack.com/services/Taaaaaaa/Baaaaaaa/", "4111.", "4111.1111.1111.", "4111  ",
     "4111 - ", "3782.822463.", "a'", "a'a@", '"a', '"a"@', '"a"@b.', "a@[", "a@[1.", "passwort", "passwort: ", "pwd=",
-    "mot de passe ", "пароль:", "密码\uff1a",
+    "mot de passe ", "пароль:", "密码\uff1a", "authorization:", "Authorization: Basic ", "authorization: token a",
+    "authorization: digest a=", 'Cookie: a="', 'cookie: a="b', 'Cookie: [ "a=', "cookies={'a': 'abcdef", "cookies: [",
+    'cookies: [{"value":', "cookies: [{a", "-b ", "-b a=", "-b 'a=", '-sb "a=\\', "-ssssssu ", "-u 'a:", '-u "a:b\\',
+    "--a-", "--a-b-c-password ", "--password=", "sshpass -p", "sshpass -p '", "machine ", "machine a login ",
+    "machine a login b password", "default login a account b ", "<", "<a", "<a:", "<password", "<password ",
+    "<password>", "<password>a<", "<token><![CDATA[",
+    "name:", "name: password", "name: token value", "key=a", 'key="secret" value=',
+    "name: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
 ]  # fmt: skip
 
 

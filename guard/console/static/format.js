@@ -1,6 +1,18 @@
 // Numbers and times as the console writes them.
 
-export const score = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
+const FEWEST = 3;
+const ENOUGH = 17;
+
+/** A score or threshold: never so few decimals that it looks like another number that it stands beside, or like 1.
+    As many decimals keep the order of two numbers, so what does not look equal is on its own side. */
+export function score(value, ...beside) {
+  if (value === null || value === undefined) return "–";
+  const others = [...beside, 1].filter((other) => other !== null && other !== undefined && other !== value);
+  for (let decimals = FEWEST; decimals < ENOUGH; decimals += 1) {
+    if (others.every((other) => other.toFixed(decimals) !== value.toFixed(decimals))) return value.toFixed(decimals);
+  }
+  return String(value);
+}
 
 export const percent = (value, digits = 1) => `${(value * 100).toFixed(digits)} %`;
 

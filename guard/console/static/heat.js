@@ -50,7 +50,7 @@ export function heatMap({ tokens, answer_from: answerFrom, changes, layers }, th
     at = Math.min(tokens.length - 1, Math.max(0, to));
     spans.forEach((span, i) => span.classList.toggle("at", i === at));
     const value = shown?.values[at];
-    const amount = value === null || value === undefined ? "not read" : shown.looks_back ? `${percent(value, 2)} of the attention` : score(value);
+    const amount = value === null || value === undefined ? "not read" : shown.looks_back ? `${percent(value, 2)} of the attention` : score(value, ...Object.values(thresholds[shown.detector] ?? {}));
     show(readout, h("b", {}, `token ${at}`), " ", h("code", {}, visible(tokens[at]).replaceAll("⏎\n", "⏎")), " ", amount, shown?.looks_back && at === 0 ? ", where attention rests that is not needed; left out of the colours" : "");
   }
 

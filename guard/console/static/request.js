@@ -39,12 +39,13 @@ export function detectorList(detectors) {
     { class: "detectors" },
     detectors.map((one) => {
       const thresholds = Object.entries(one.thresholds).sort((a, b) => a[1] - b[1]);
+      const told = score(one.value, ...Object.values(one.thresholds));
       return h(
         "li",
         {},
-        h("div", { class: "head" }, h("strong", {}, one.name), h("span", { class: "soft" }, `${one.kind}, ${one.of}`), h("b", { class: "number" }, one.value === null ? one.status.replaceAll("_", " ") : score(one.value))),
-        track(one.value, { ticks: thresholds.map(([, value]) => value), label: `${one.name} ${score(one.value)}` }),
-        thresholds.length > 0 && h("p", { class: "soft number ticks" }, thresholds.map(([name, value]) => h("span", {}, `${name} ${score(value)}`))),
+        h("div", { class: "head" }, h("strong", {}, one.name), h("span", { class: "soft" }, `${one.kind}, ${one.of}`), h("b", { class: "number" }, one.value === null ? one.status.replaceAll("_", " ") : told)),
+        track(one.value, { ticks: thresholds.map(([, value]) => value), label: `${one.name} ${told}` }),
+        thresholds.length > 0 && h("p", { class: "soft number ticks" }, thresholds.map(([name, value]) => h("span", {}, `${name} ${score(value, one.value)}`))),
         one.reason && h("p", { class: "soft" }, one.reason),
         Object.keys(one.details).length > 0 && h("p", { class: "soft number" }, Object.entries(one.details).map(([name, value]) => `${name} ${score(value)}`).join(" · ")),
       );
@@ -122,7 +123,7 @@ function course(request) {
   const last = request.course.at(-1).tokens;
   return [
     lines(series, { levels, label: `scores of ${names.join(", ")} over ${last} tokens` }),
-    h("p", { class: "soft number ticks" }, names.map((name, i) => h("span", { class: `key key-${i}` }, `${name} ${score(series[i].points.at(-1)[1])}`)), h("span", {}, `over ${last} tokens`)),
+    h("p", { class: "soft number ticks" }, names.map((name, i) => h("span", { class: `key key-${i}` }, `${name} ${score(series[i].points.at(-1)[1], ...levels.map((one) => one.value))}`)), h("span", {}, `over ${last} tokens`)),
   ];
 }
 

@@ -8,7 +8,8 @@ import { actionBadge } from "./requests.js";
 const STAGES = { prompt: "On the prompt", stream: "While it answered", output: "On the answer" };
 const MARKS = { true: "yes", false: "no", null: "unknown" };
 
-/** rules: as the request's page has them, each with the scores that it was judged on: detector -> value. */
+/** rules: as the request's page has them, each with the scores that it was judged on: detector -> value; `answer_scores`:
+    the highest that each of its detectors gave the whole answer. */
 export function ruleList(rules) {
   const stages = Object.keys(STAGES).filter((stage) => rules.some((one) => one.stage === stage));
   return stages.map((stage) => [
@@ -33,37 +34,41 @@ function rule(one) {
       h("span", { class: "soft number" }, `severity ${one.severity}`),
       one.decided && h("span", { class: "decides" }, "decides"),
     ),
-    one.condition && h("ul", { class: "conditions" }, condition(one.condition, one.scores, one.judged)),
+    one.condition && h("ul", { class: "conditions" }, condition(one.condition, one)),
     one.condition === null && h("p", { class: "soft" }, one.reason),
     one.on_error && h("p", { class: "soft" }, one.reason),
   );
 }
 
-function condition(node, scores, judged) {
-  const holds = judged ? MARKS[node.holds] : "–";
+function condition(node, one) {
+  const holds = one.judged ? MARKS[node.holds] : "–";
   if (node.parts.length > 0) {
     return h(
       "li",
       { class: `holds-${holds}` },
       h("span", { class: "holds" }, holds),
       h("span", { class: "form" }, { all: "all of", any: "any of", not: "not" }[node.form]),
-      h("ul", { class: "conditions" }, node.parts.map((part) => condition(part, scores, judged))),
+      h("ul", { class: "conditions" }, node.parts.map((part) => condition(part, one))),
     );
   }
   if (node.form === "status") {
     return h("li", { class: `holds-${holds}` }, h("span", { class: "holds" }, holds), `${node.detector} is ${node.status}`);
   }
-  const value = scores[node.detector];
+  const value = one.scores[node.detector];
   const [low, high] = [node.at_least?.value ?? 0, node.below?.value ?? 1];
-  const asked = [bound("≥", node.at_least), bound("<", node.below)].filter(Boolean).join(" and ");
+  const bounds = [node.at_least, node.below].map((one) => one?.value);
+  const told = score(value, ...bounds);
+  const asked = [bound("≥", node.at_least, value), bound("<", node.below, value)].filter(Boolean).join(" and ");
+  const answer = one.answer_scores[node.detector];
+  const more = answer !== undefined && answer !== value ? `answer's highest ${score(answer, value, ...bounds)}` : null;
   return h(
     "li",
     { class: `holds-${holds}` },
     h("span", { class: "holds" }, holds),
-    h("span", { class: "asked" }, node.detector, " ", h("b", { class: "number" }, score(value)), " ", h("span", { class: "soft" }, asked)),
-    track(value, { zones: [[low, high]], label: `${node.detector} ${score(value)}, ${asked}` }),
+    h("span", { class: "asked" }, node.detector, " ", h("b", { class: "number" }, told), " ", h("span", { class: "soft" }, asked, more && `, ${more}`)),
+    track(value, { zones: [[low, high]], label: `${node.detector} ${told}, ${asked}` }),
     value === null || value === undefined ? h("span", { class: "soft why" }, node.reason) : null,
   );
 }
 
-const bound = (sign, given) => given && `${sign} ${given.value === null ? "" : score(given.value)}${given.name ? ` (${given.name})` : ""}`;
+const bound = (sign, given, value) => given && `${sign} ${given.value === null ? "" : score(given.value, value)}${given.name ? ` (${given.name})` : ""}`;

@@ -239,13 +239,18 @@ HEALTH = Row(
 )
 
 RECORDS = Row(
-    "Ledger and policy files",
+    "Ledger, policy files, malformed requests",
     (
         Panel(
             "Ledger",
             "Entries, a second. delayed: the disk refused and is tried again; failed, dropped: lost.",
             (Query(rate("guard_ledger_entries_total", JOB, by="result"), "{{result}}"),),
             "cps",
+        ),
+        Panel(
+            "Ledger entries that wait",
+            "In memory, to be written; more than 100,000 of a process are dropped.",
+            (Query(f"sum by (instance) (guard_ledger_waiting{{{JOB}}})", "{{instance}}"),),
         ),
         Panel(
             "Changes of policy files",
@@ -260,6 +265,12 @@ RECORDS = Row(
             "Limits not shared",
             "Requests with limits that a replica counted for itself, since Redis did not answer.",
             (Query(rate("guard_limit_fallbacks_total", JOB), "fallbacks"),),
+            "reqps",
+        ),
+        Panel(
+            "Malformed requests",
+            "What came over connections and is no request; in no other number.",
+            (Query(rate("guard_malformed_requests_total", JOB, by="reason"), "{{reason}}"),),
             "reqps",
         ),
     ),
