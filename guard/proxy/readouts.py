@@ -6,10 +6,11 @@ exception: "no score" is for the policy to judge.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from guard.mia.results import EVENT_OBJECT, Readouts
 from guard.telemetry.record import GateReport
@@ -19,6 +20,9 @@ EVENT_START = f'{{"object": "{EVENT_OBJECT}"'.encode()
 
 FRAME_START = b"data: " + EVENT_START
 FIELD_START = b',"mia":' + EVENT_START
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What an event that is none raises."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ def from_event(text: bytes, arrived_s: float) -> Finding:
     """One event as JSON. Of several choices the one with most complete readouts counts: the prompt is the same."""
     try:
         parsed = [one for one in all_readouts(text) if one.stage == "prompt"]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except UNREADABLE:
         return Finding(None, "the engine's readouts cannot be read", arrived_s)
     if not parsed:
         return Finding(None, "the engine sent no readouts of the prompt", arrived_s)
@@ -46,8 +50,8 @@ def from_event(text: bytes, arrived_s: float) -> Finding:
 
 
 def all_readouts(text: bytes) -> list[Readouts]:
-    """Those of one event, of all stages. Raises what JSON and the readouts' types raise."""
-    event = json.loads(text)
+    """Those of one event, of all stages. Raises ``UNREADABLE``."""
+    event = msgspec.json.decode(text)
     if event["object"] != EVENT_OBJECT:
         raise ValueError(EVENT_OBJECT)
     return [Readouts.from_wire(wire) for wire in event["readouts"]]
@@ -57,7 +61,7 @@ def readouts_of(text: bytes) -> list[Readouts]:
     """The same; none when they cannot be read: a score is then missing."""
     try:
         return all_readouts(text)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except UNREADABLE:
         return []
 
 
