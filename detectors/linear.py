@@ -132,11 +132,11 @@ class LinearReader:
     def _logits(self, values: list[FloatArray]) -> Logits:
         """Of each layer's values: states ``[tokens, hidden_size]``, or the logits that the engine made of them."""
         if self.in_engine:
-            return np.sum(values, axis=0, dtype=np.float64)
+            return sum((one.astype(np.float64) for one in values), np.zeros(len(self.bias)))
         if len(values[0]) == 1:
             # One product for all layers: of a single token, what each call costs is more than what it computes.
-            joined: Logits = np.concatenate(values, axis=1, dtype=np.float64)
-            return joined @ self._joined + self._bias
+            states: Logits = np.concatenate(values, axis=1, dtype=np.float64)
+            return states @ self._joined + self._bias
         products = (one.astype(np.float64) @ columns for one, columns in zip(values, self._columns, strict=True))
         return sum(products, self._bias)
 

@@ -86,8 +86,9 @@ class StreamedAnswer:
 
     def _sorted(self, frames: list[bytes]) -> list[bytes]:
         """The answer's own; the others are kept."""
-        self.events += [frame.removeprefix(b"data: ") for frame in frames if is_event(frame)]
-        return [frame for frame in frames if not is_event(frame)]
+        ours = [frame for frame in frames if is_event(frame)]
+        self.events += [frame.removeprefix(b"data: ") for frame in ours]
+        return [frame for frame in frames if not is_event(frame)] if ours else frames
 
 
 class EarlyAnswer:
@@ -112,10 +113,11 @@ class EarlyAnswer:
                 int(envelope["status"]),
                 passed_on({str(k): str(v) for k, v in envelope["headers"].items()}),
             )
-            event = json.dumps({"object": EVENT_OBJECT, "readouts": envelope.get("readouts", [])}).encode()
+            late = envelope.get("readouts")
+            event = json.dumps({"object": EVENT_OBJECT, "readouts": late}).encode() if late else None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UpstreamError("the model server's answer cannot be read") from None
-        self._events = (event,)
+        self._events = () if event is None else (event,)
         return Whole(status, headers, await self._bytes.rest(), self._events)
 
     def readouts(self) -> list[Readouts]:

@@ -22,9 +22,9 @@ UNTOLD = "the model server ended its answer with an error"
 
 def error_frame(raw: bytes) -> bytes | None:
     """The frame as far as it is an error; None for every other. One that is nothing else stays as it came."""
-    named = any(line.startswith(b"event:") and line[len(b"event:") :].strip() == b"error" for line in raw.split(b"\n"))
-    if not named and b"error" not in raw:
+    if b"error" not in raw:
         return None
+    named = any(line.startswith(b"event:") and line[len(b"event:") :].strip() == b"error" for line in raw.split(b"\n"))
     try:
         data: Any = json.loads(b"\n".join(line[len(DATA) :] for line in raw.split(b"\n") if line.startswith(DATA)))
     except (ValueError, RecursionError):

@@ -60,7 +60,7 @@ async def _relay_stream(exchange: Exchange, answer: StreamedAnswer, ends: Callab
         for last in frames:
             failed = failed or error_frame(last) is not None
             count_frame(exchange.record, last)
-        exchange.record.frames += len(frames)
+            exchange.record.frames += 1
         if frames:
             await exchange.stream(b"".join(frames))
     if not ends(last):
