@@ -21,7 +21,7 @@ from safetensors.numpy import load
 
 from detectors.base import CapturePlan, EngineProbe, Score, TokenValues
 from detectors.model_config import ModelConfigError, Section
-from guard.mia.results import FloatArray, HiddenReadout, ProbeReadout, Readout, RowsReadout
+from guard.mia.results import FloatArray, HiddenMeanReadout, HiddenReadout, ProbeReadout, Readout, RowsReadout
 from guard.mia.spec import HiddenCapture, Layer, Positions
 
 WEIGHT, BIAS = "weight", "bias"
@@ -46,7 +46,8 @@ class LinearParams(Section):
 
 
 _Rows = tuple[FloatArray, tuple[int, ...], tuple[int, ...]]
-"""What was read at each token, ``[positions, columns]``; the positions, and the tokens there."""
+"""What was read at each token, ``[positions, columns]``; the positions, and the tokens there. A mean is one row at the
+last of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class TokenLogits:
 class LinearReader:
     """One readout at ``positions``. weight: ``[outputs, layers, hidden_size]`` float32, bias: ``[outputs]``.
 
-    ``name`` begins the names of its captures.
+    ``name`` begins the names of its captures. ``average``: of states that leave the engine, their mean alone does: the
+    mean of the logits is the logit of the mean state.
     """
 
     layers: tuple[int, ...]
@@ -71,6 +73,7 @@ class LinearReader:
     positions: Positions
     in_engine: bool
     name: str = "layer"
+    average: bool = False
 
     @cached_property
     def _columns(self) -> tuple[Logits, ...]:
@@ -90,7 +93,8 @@ class LinearReader:
     def plan(self, spans: Mapping[str, tuple[str, ...]] | None = None) -> CapturePlan:
         if not self.in_engine:
             captures = {
-                self._capture(layer): HiddenCapture(layer=layer, positions=self.positions) for layer in self.layers
+                self._capture(layer): HiddenCapture(layer=layer, positions=self.positions, average=self.average)
+                for layer in self.layers
             }
             return CapturePlan(hidden=captures, spans=spans or {})
         probes = {
@@ -103,8 +107,8 @@ class LinearReader:
         return CapturePlan(probes=probes, spans=spans or {})
 
     def at(self, positions: Positions) -> LinearReader:
-        """The same, read elsewhere."""
-        return replace(self, positions=positions)
+        """The same, read elsewhere, token by token."""
+        return replace(self, positions=positions, average=False)
 
     def probabilities(self, readouts: Mapping[str, Readout]) -> TokenValues | Score:
         """Of the first output, at every token that was read."""
@@ -178,13 +182,17 @@ class LinearReader:
 
 def _states(layer: int, readout: Readout | None) -> _Rows | Score:
     """Vectors ``[positions, hidden_size]`` of one token or of several, and where they are."""
-    if not isinstance(readout, HiddenReadout | RowsReadout):
+    if not isinstance(readout, HiddenReadout | RowsReadout | HiddenMeanReadout):
         return _missing(f"no hidden state of layer {layer} came back")
     if readout.status != "complete" or (isinstance(readout, HiddenReadout) and readout.values is None):
         return _missing(readout.reason or f"hidden state of layer {layer} {readout.status}")
     if isinstance(readout, RowsReadout):
         values = np.zeros((0, 0), np.float32) if readout.values is None else readout.values
         return values, readout.positions, readout.token_ids
+    if isinstance(readout, HiddenMeanReadout):
+        if readout.values is None:
+            return np.zeros((0, 0), np.float32), (), ()
+        return readout.values[None], (readout.tokens[-1][1] - 1,), ()
     assert readout.values is not None
     token_ids = () if readout.token_id is None else (readout.token_id,)
     return readout.values[None], (readout.position or 0,), token_ids

@@ -79,6 +79,21 @@ class RowsReadout:
 
 
 @dataclass(frozen=True)
+class HiddenMeanReadout:
+    """The mean of the residual-stream vectors of several tokens: those of the ranges [start, end) in ``tokens``.
+
+    values: ``[hidden_size]`` float32, None unless complete and of a token.
+    """
+
+    status: Status
+    layer: int
+    tokens: tuple[tuple[int, int], ...] = ()
+    values: Array | None = None
+    reason: str = ""
+    kind: Literal["hidden_mean"] = "hidden_mean"
+
+
+@dataclass(frozen=True)
 class ProbeReadout:
     """A probe's logits. ``logits``: ``[len(positions), outputs]`` float32, None unless complete and of a token."""
 
@@ -151,7 +166,9 @@ class QKReadout:
     kind: Literal["qk"] = "qk"
 
 
-Readout = HiddenReadout | RowsReadout | ProbeReadout | AttentionReadout | AttentionRowsReadout | QKReadout
+Readout = (
+    HiddenReadout | RowsReadout | HiddenMeanReadout | ProbeReadout | AttentionReadout | AttentionRowsReadout | QKReadout
+)
 
 
 @dataclass(frozen=True)
@@ -204,7 +221,10 @@ R = TypeVar("R", RowsReadout, ProbeReadout, AttentionRowsReadout, QKReadout)
 
 
 def with_token_ids(item: Readout, token_ids: Sequence[int]) -> Readout:
-    """The readout with the tokens at its positions. token_ids: those of prompt and answer, in order."""
+    """The readout with the tokens at its positions, where it has any. token_ids: those of prompt and answer, in
+    order."""
+    if isinstance(item, HiddenMeanReadout):
+        return item
     if isinstance(item, HiddenReadout):
         return item if item.position is None else replace(item, token_id=token_ids[item.position])
     return replace(item, token_ids=tuple(token_ids[position] for position in item.positions))
@@ -269,6 +289,8 @@ def empty(capture: Capture, hidden_size: int) -> Readout:
 def not_complete(capture: Capture, status: Status, reason: str) -> Readout:
     """The readout of a capture without any values, and why."""
     if isinstance(capture, HiddenCapture):
+        if capture.average:
+            return HiddenMeanReadout(status, capture.layer, reason=reason)
         if capture.positions == "last_prompt":
             return HiddenReadout(status, capture.layer, reason=reason)
         return RowsReadout(status, capture.layer, reason=reason)
