@@ -20,7 +20,15 @@ from typing import cast
 import numpy as np
 import uvloop
 
-from guard.mia.results import EVENT_OBJECT, AttentionReadout, HiddenMeanReadout, HiddenReadout, Readout, Readouts
+from guard.mia.results import (
+    EVENT_OBJECT,
+    AttentionReadout,
+    HiddenMeanReadout,
+    HiddenReadout,
+    ProbeReadout,
+    Readout,
+    Readouts,
+)
 from guard.mia.spec import MiaSpec
 
 HIDDEN_SIZE = 576
@@ -87,6 +95,8 @@ def event_of(asked: str) -> bytes:
             items[name] = HiddenMeanReadout("complete", hidden.layer, ((8, 39),), state)
         else:
             items[name] = HiddenReadout("complete", hidden.layer, 39, 198, state)
+    for name, probe in spec.probes.items():
+        items[name] = ProbeReadout("complete", probe.probe, (39,), (198,), np.zeros((1, 1), np.float32))
     for name, attention in spec.attention.items():
         heads = tuple(attention.heads)
         mass = {span: np.full(len(heads), 0.5, np.float32) for span in attention.spans}
