@@ -21,7 +21,7 @@ from safetensors.numpy import load
 
 from detectors.base import CapturePlan, EngineProbe, Score, TokenValues
 from detectors.model_config import ModelConfigError, Section
-from guard.mia.results import FloatArray, HiddenReadout, ProbeReadout, Readout, RowsReadout
+from guard.mia.results import FloatArray, HiddenMeanReadout, HiddenReadout, ProbeReadout, Readout, RowsReadout
 from guard.mia.spec import HiddenCapture, Layer, Positions
 
 WEIGHT, BIAS = "weight", "bias"
@@ -45,6 +45,11 @@ class LinearParams(Section):
     ``engine``: a number for each token leaves it; the engine must have been started with these weights."""
 
 
+_Rows = tuple[FloatArray, tuple[int, ...], tuple[int, ...]]
+"""What was read at each token, ``[positions, columns]``; the positions, and the tokens there. A mean is one row at the
+last of its tokens."""
+
+
 @dataclass(frozen=True)
 class TokenLogits:
     """``logits``: ``[positions, outputs]`` float64, in the order of the text. ``token_ids``: the tokens there."""
@@ -58,7 +63,8 @@ class TokenLogits:
 class LinearReader:
     """One readout at ``positions``. weight: ``[outputs, layers, hidden_size]`` float32, bias: ``[outputs]``.
 
-    ``name`` begins the names of its captures.
+    ``name`` begins the names of its captures. ``average``: of states that leave the engine, their mean alone does: the
+    mean of the logits is the logit of the mean state.
     """
 
     layers: tuple[int, ...]
@@ -67,16 +73,28 @@ class LinearReader:
     positions: Positions
     in_engine: bool
     name: str = "layer"
+    average: bool = False
 
     @cached_property
     def _columns(self) -> tuple[Logits, ...]:
         """Of each layer its weights ``[hidden_size, outputs]``, in float64: a sum over layers keeps its digits."""
         return tuple(np.ascontiguousarray(self.weight[:, i].T, np.float64) for i in range(len(self.layers)))
 
+    @cached_property
+    def _joined(self) -> Logits:
+        """The same of all layers, one under the other."""
+        joined: Logits = np.concatenate(self._columns)
+        return joined
+
+    @cached_property
+    def _bias(self) -> Logits:
+        return self.bias.astype(np.float64)
+
     def plan(self, spans: Mapping[str, tuple[str, ...]] | None = None) -> CapturePlan:
         if not self.in_engine:
             captures = {
-                self._capture(layer): HiddenCapture(layer=layer, positions=self.positions) for layer in self.layers
+                self._capture(layer): HiddenCapture(layer=layer, positions=self.positions, average=self.average)
+                for layer in self.layers
             }
             return CapturePlan(hidden=captures, spans=spans or {})
         probes = {
@@ -89,8 +107,8 @@ class LinearReader:
         return CapturePlan(probes=probes, spans=spans or {})
 
     def at(self, positions: Positions) -> LinearReader:
-        """The same, read elsewhere."""
-        return replace(self, positions=positions)
+        """The same, read elsewhere, token by token."""
+        return replace(self, positions=positions, average=False)
 
     def probabilities(self, readouts: Mapping[str, Readout]) -> TokenValues | Score:
         """Of the first output, at every token that was read."""
@@ -101,30 +119,34 @@ class LinearReader:
 
     def read(self, readouts: Mapping[str, Readout]) -> TokenLogits | Score:
         """The logits of every token that was read; a ``Score`` that says why where there are none."""
-        total: TokenLogits | None = None
-        for i, layer in enumerate(self.layers):
-            one = self._read_layer(i, layer, readouts.get(self._capture(layer)))
+        rows: list[_Rows] = []
+        for layer, name in zip(self.layers, self._names, strict=True):
+            one = self._rows(layer, readouts.get(name))
             if isinstance(one, Score):
                 return one
-            if total is not None and one.positions != total.positions:
+            if rows and one[1] != rows[0][1]:
                 return _missing(f"layer {layer} was read at other tokens than layer {self.layers[0]}")
-            total = one if total is None else TokenLogits(total.logits + one.logits, one.positions, one.token_ids)
-        assert total is not None, "there is at least one layer"
-        logits = total.logits + (0.0 if self.in_engine else self.bias.astype(np.float64))
+            rows.append(one)
+        logits = self._logits([values for values, _, _ in rows])
         if not np.isfinite(logits).all():
             return _missing("hidden state is not finite")
-        return TokenLogits(logits, total.positions, total.token_ids)
+        _, positions, token_ids = rows[0]
+        return TokenLogits(logits, positions, token_ids)
 
-    def _read_layer(self, at: int, layer: int, readout: Readout | None) -> TokenLogits | Score:
+    def _logits(self, values: list[FloatArray]) -> Logits:
+        """Of each layer's values: states ``[tokens, hidden_size]``, or the logits that the engine made of them."""
         if self.in_engine:
-            if not isinstance(readout, ProbeReadout):
-                return _missing(f"no logits of layer {layer} came back")
-            if readout.status != "complete":
-                return _missing(readout.reason or f"logits of layer {layer} {readout.status}")
-            logits = np.zeros((0, len(self.bias))) if readout.logits is None else readout.logits.astype(np.float64)
-            if logits.shape != (len(readout.positions), len(self.bias)):
-                return _missing(f"logits of layer {layer} have shape {list(logits.shape)}: another probe?")
-            return TokenLogits(logits, readout.positions, readout.token_ids)
+            return sum((one.astype(np.float64) for one in values), np.zeros(len(self.bias)))
+        if len(values[0]) == 1:
+            # One product for all layers: of a single token, what each call costs is more than what it computes.
+            states: Logits = np.concatenate(values, axis=1, dtype=np.float64)
+            return states @ self._joined + self._bias
+        products = (one.astype(np.float64) @ columns for one, columns in zip(values, self._columns, strict=True))
+        return sum(products, self._bias)
+
+    def _rows(self, layer: int, readout: Readout | None) -> _Rows | Score:
+        if self.in_engine:
+            return self._engine_logits(layer, readout)
         states = _states(layer, readout)
         if isinstance(states, Score):
             return states
@@ -138,21 +160,39 @@ class LinearReader:
                 f"hidden state of layer {layer} has shape {list(values.shape[1:])}, "
                 f"the weights were fitted on [{size}]: another model?"
             )
-        return TokenLogits(values.astype(np.float64) @ self._columns[at], positions, token_ids)
+        return values, positions, token_ids
+
+    def _engine_logits(self, layer: int, readout: Readout | None) -> _Rows | Score:
+        if not isinstance(readout, ProbeReadout):
+            return _missing(f"no logits of layer {layer} came back")
+        if readout.status != "complete":
+            return _missing(readout.reason or f"logits of layer {layer} {readout.status}")
+        logits = np.zeros((0, len(self.bias)), np.float32) if readout.logits is None else readout.logits
+        if logits.shape != (len(readout.positions), len(self.bias)):
+            return _missing(f"logits of layer {layer} have shape {list(logits.shape)}: another probe?")
+        return logits, readout.positions, readout.token_ids
 
     def _capture(self, layer: int) -> str:
         return f"{self.name}{layer}"
 
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(map(self._capture, self.layers))
 
-def _states(layer: int, readout: Readout | None) -> tuple[FloatArray, tuple[int, ...], tuple[int, ...]] | Score:
+
+def _states(layer: int, readout: Readout | None) -> _Rows | Score:
     """Vectors ``[positions, hidden_size]`` of one token or of several, and where they are."""
-    if not isinstance(readout, HiddenReadout | RowsReadout):
+    if not isinstance(readout, HiddenReadout | RowsReadout | HiddenMeanReadout):
         return _missing(f"no hidden state of layer {layer} came back")
     if readout.status != "complete" or (isinstance(readout, HiddenReadout) and readout.values is None):
         return _missing(readout.reason or f"hidden state of layer {layer} {readout.status}")
     if isinstance(readout, RowsReadout):
         values = np.zeros((0, 0), np.float32) if readout.values is None else readout.values
         return values, readout.positions, readout.token_ids
+    if isinstance(readout, HiddenMeanReadout):
+        if readout.values is None:
+            return np.zeros((0, 0), np.float32), (), ()
+        return readout.values[None], (readout.tokens[-1][1] - 1,), ()
     assert readout.values is not None
     token_ids = () if readout.token_id is None else (readout.token_id,)
     return readout.values[None], (readout.position or 0,), token_ids

@@ -56,6 +56,7 @@ class Probe:
             np.array([bias], np.float32),
             positions,
             params.computed_in == "engine",
+            average=params.pooling == "mean",
         )
 
     @classmethod

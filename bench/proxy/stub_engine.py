@@ -20,7 +20,15 @@ from typing import cast
 import numpy as np
 import uvloop
 
-from guard.mia.results import EVENT_OBJECT, AttentionReadout, HiddenReadout, Readouts
+from guard.mia.results import (
+    EVENT_OBJECT,
+    AttentionReadout,
+    HiddenMeanReadout,
+    HiddenReadout,
+    ProbeReadout,
+    Readout,
+    Readouts,
+)
 from guard.mia.spec import MiaSpec
 
 HIDDEN_SIZE = 576
@@ -80,9 +88,15 @@ def whole(tokens: int) -> bytes:
 def event_of(asked: str) -> bytes:
     """The readouts that a spec asks for, as an engine sends them: every number 0, which no detector minds."""
     spec = MiaSpec.model_validate_json(asked)
-    items = {}
+    items: dict[str, Readout] = {}
     for name, hidden in spec.hidden.items():
-        items[name] = HiddenReadout("complete", hidden.layer, 39, 198, np.zeros(HIDDEN_SIZE, np.float32))
+        state = np.zeros(HIDDEN_SIZE, np.float32)
+        if hidden.average:
+            items[name] = HiddenMeanReadout("complete", hidden.layer, ((8, 39),), state)
+        else:
+            items[name] = HiddenReadout("complete", hidden.layer, 39, 198, state)
+    for name, probe in spec.probes.items():
+        items[name] = ProbeReadout("complete", probe.probe, (39,), (198,), np.zeros((1, 1), np.float32))
     for name, attention in spec.attention.items():
         heads = tuple(attention.heads)
         mass = {span: np.full(len(heads), 0.5, np.float32) for span in attention.spans}

@@ -14,8 +14,9 @@ from functools import cached_property
 from itertools import groupby, islice
 
 import numpy as np
+import torch
 
-from guard.mia.growing import GrowingRows
+from guard.mia.growing import GrowingRows, RowSum
 from guard.mia.ops import HELD_BACK, SHUT
 from guard.mia.plan import RequestPlan, RowChunk, StepLayout
 from guard.mia.record import StepRecord
@@ -78,16 +79,17 @@ class Gathered:
     """What was read of one request and not yet delivered.
 
     ``next_record``: number of the first record that is not in here yet. By capture: ``rows`` of the residual stream,
-    ``sums`` of attention that is averaged, ``parts`` of all else. ``failed``: captures that cannot become complete any
-    more, and why. ``grown_bytes``: of what grows with the answer. ``prompt_due``: the prompt was read, and not yet
-    delivered. ``unsent_steps``: in which it was read since its last progress, where it asks for that; ``told``: parts
-    of a capture that its progress has shown.
+    ``means`` of those whose mean alone is asked for, ``sums`` of attention that is averaged, ``parts`` of all else.
+    ``failed``: captures that cannot become complete any more, and why. ``grown_bytes``: of what grows with the answer.
+    ``prompt_due``: the prompt was read, and not yet delivered. ``unsent_steps``: in which it was read since its last
+    progress, where it asks for that; ``told``: parts of a capture that its progress has shown.
     """
 
     asked: Asked
     captures: dict[str, Capture]
     next_record: int
     rows: dict[str, GrowingRows] = field(default_factory=dict)
+    means: dict[str, RowSum] = field(default_factory=dict)
     parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, AttentionSum] = field(default_factory=lambda: defaultdict(AttentionSum))
     failed: dict[str, tuple[Status, str]] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class Gathered:
     def fail(self, capture: str, reason: str, status: Status = "dropped") -> None:
         """A capture cannot become complete any more, and neither can what waits for it."""
         self.failed.setdefault(capture, (status, reason))
-        for read in (self.rows, self.parts, self.sums):
+        for read in (self.rows, self.means, self.parts, self.sums):
             read.pop(capture, None)
         for i, steer in enumerate(self.asked.spec.steer):
             if steer.gate is not None and steer.gate.readout == capture and self.steering[i].opened_at is None:
@@ -359,14 +361,17 @@ def _want_rows(gathered: Gathered, chunk: RowChunk, positions: range, run: Run, 
 
 def _take_rows(gathered: Gathered, name: str, wanted: Wanted, ring: Ring) -> None:
     """Out of the ring, before others take their place."""
-    capture, asked = gathered.captures[name], gathered.asked
-    if (rows := gathered.rows.get(name)) is None:
-        longest = asked.longest if generates(capture) else asked.prompt_len
-        expected = 1 if wanted.one_row and not generates(capture) else longest
-        rows = gathered.rows[name] = GrowingRows.expecting(wanted.layer, expected, ring.width)
+    capture = gathered.captures[name]
     places = wanted.places[0] if len(wanted.places) == 1 else np.concatenate(wanted.places)
+    averaged = isinstance(capture, HiddenCapture) and capture.average
     try:
-        ring.reader().take(places, rows.next(wanted.positions))
+        if averaged:
+            values = torch.empty(len(places), ring.width)
+            ring.reader().take(places, values)
+            total = gathered.means.setdefault(name, RowSum.of(wanted.layer, ring.width))
+            total.add(wanted.positions, values)
+        else:
+            ring.reader().take(places, _rows_of(gathered, name, wanted, ring).next(wanted.positions))
     except OverwrittenError as error:
         gathered.fail(name, str(error))
     except OSError as error:
@@ -374,6 +379,16 @@ def _take_rows(gathered: Gathered, name: str, wanted: Wanted, ring: Ring) -> Non
         gathered.fail(name, reason, "unavailable")
     else:
         _grow(gathered, name, 4 * len(places) * ring.width)
+
+
+def _rows_of(gathered: Gathered, name: str, wanted: Wanted, ring: Ring) -> GrowingRows:
+    """What there is of a capture's rows, with room for as many as may come."""
+    if (rows := gathered.rows.get(name)) is None:
+        grows, asked = generates(gathered.captures[name]), gathered.asked
+        longest = asked.longest if grows else asked.prompt_len
+        expected = 1 if wanted.one_row and not grows else longest
+        rows = gathered.rows[name] = GrowingRows.expecting(wanted.layer, expected, ring.width)
+    return rows
 
 
 def _part_of(capture: Capture, request_id: str, chunk: RowChunk, positions: range, run: Run) -> Part:
@@ -421,6 +436,8 @@ def _readout(gathered: Gathered, name: str, capture: Capture) -> Readout:
     if (failure := gathered.failed.get(name)) is not None:
         return not_complete(capture, *failure)
     if isinstance(capture, HiddenCapture):
+        if (total := gathered.means.pop(name, None)) is not None:
+            return total.mean()
         rows = gathered.rows.pop(name, None)
         if rows is None:
             return empty(capture, gathered.asked.hidden_size)

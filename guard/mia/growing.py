@@ -1,4 +1,4 @@
-"""Residual-stream vectors of one capture while they come: one array that has room for more of them."""
+"""Residual-stream vectors of one capture while they come: one array that has room for more of them, or their sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from guard.mia.results import HiddenReadout, RowsReadout
+from guard.mia.results import HiddenMeanReadout, HiddenReadout, RowsReadout
 
 MOST_ROWS_AT_FIRST = 4096
 """Memory that nothing was written to yet costs nothing, up to what a system that counts it beforehand allows."""
@@ -46,3 +46,29 @@ class GrowingRows:
         """Of the rows from ``since`` on."""
         values = self.values[since : len(self.positions)].numpy()
         return RowsReadout("complete", self.layer, tuple(self.positions[since:]), values=values)
+
+
+@dataclass
+class RowSum:
+    """total: ``[hidden_size]`` float64, the sum of the values of the tokens in the ranges [start, end) of ``tokens``,
+    which come in order."""
+
+    layer: int
+    total: torch.Tensor
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, layer: int, width: int) -> RowSum:
+        return cls(layer, torch.zeros(width, dtype=torch.float64))
+
+    def add(self, positions: Sequence[range], values: torch.Tensor) -> None:
+        """values: ``[tokens, hidden_size]`` float32."""
+        self.total += values.sum(dim=0, dtype=torch.float64)
+        for one in positions:
+            begin = self.tokens.pop()[0] if self.tokens and self.tokens[-1][1] == one.start else one.start
+            self.tokens.append((begin, one.stop))
+
+    def mean(self) -> HiddenMeanReadout:
+        count = sum(end - start for start, end in self.tokens)
+        values = (self.total / count).to(torch.float32).numpy()
+        return HiddenMeanReadout("complete", self.layer, tuple(self.tokens), values)

@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from guard.mia.results import (
     AttentionReadout,
     AttentionRowsReadout,
+    HiddenMeanReadout,
     HiddenReadout,
     ProbeReadout,
     QKReadout,
@@ -32,7 +33,15 @@ from guard.telemetry.family import Family, counter, gauge, histogram, values
 
 KINDS = tuple(
     str(one.kind)
-    for one in (HiddenReadout, RowsReadout, ProbeReadout, AttentionReadout, AttentionRowsReadout, QKReadout)
+    for one in (
+        HiddenReadout,
+        RowsReadout,
+        HiddenMeanReadout,
+        ProbeReadout,
+        AttentionReadout,
+        AttentionRowsReadout,
+        QKReadout,
+    )
 )
 SPACES = (
     *("max_host_bytes", "max_shared_bytes", "max_answer_bytes", "max_artifact_bytes"),
@@ -198,4 +207,6 @@ def space_in(reason: str) -> str:
 def _rows(item: Readout) -> int:
     if isinstance(item, HiddenReadout):
         return int(item.position is not None)
+    if isinstance(item, HiddenMeanReadout):
+        return int(item.values is not None)
     return len(item.positions)

@@ -7,14 +7,13 @@ through the generated ones; token_ids are the tokens there, so that a consumer c
 
 from __future__ import annotations
 
-import base64
-from binascii import a2b_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pybase64
 from pydantic import Field, PlainSerializer, PlainValidator, SerializationInfo, TypeAdapter
 
 from guard.mia.spec import AttentionCapture, Capture, HiddenCapture, ProbeCapture, QKCapture, generates
@@ -33,9 +32,8 @@ RAW = "raw"
 
 def array_to_wire(values: FloatArray, info: SerializationInfo) -> dict[str, Any]:
     """float32, little endian, base64: a tenth of the size and time of a JSON list of floats."""
-    data: bytes | str = np.ascontiguousarray(values, dtype="<f4").tobytes()
-    if info.context != RAW:
-        data = base64.b64encode(data).decode()  # type: ignore[arg-type]
+    raw = np.ascontiguousarray(values, dtype="<f4").tobytes()
+    data = raw if info.context == RAW else pybase64.b64encode_as_string(raw)
     return {"dtype": "float32", "shape": list(values.shape), "data": data}
 
 
@@ -44,7 +42,7 @@ def array_from_wire(wire: Any) -> FloatArray:
     if not isinstance(wire, dict) or wire["dtype"] != "float32":
         raise ValueError("not an array of dtype float32")
     data = wire["data"]
-    raw = data if isinstance(data, bytes) else a2b_base64(data, strict_mode=True)
+    raw = data if isinstance(data, bytes) else pybase64.b64decode(data, validate=True)
     return np.frombuffer(raw, dtype="<f4").reshape(wire["shape"])
 
 
@@ -78,6 +76,21 @@ class RowsReadout:
     values: Array | None = None
     reason: str = ""
     kind: Literal["rows"] = "rows"
+
+
+@dataclass(frozen=True)
+class HiddenMeanReadout:
+    """The mean of the residual-stream vectors of several tokens: those of the ranges [start, end) in ``tokens``.
+
+    values: ``[hidden_size]`` float32, None unless complete and of a token.
+    """
+
+    status: Status
+    layer: int
+    tokens: tuple[tuple[int, int], ...] = ()
+    values: Array | None = None
+    reason: str = ""
+    kind: Literal["hidden_mean"] = "hidden_mean"
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,9 @@ class QKReadout:
     kind: Literal["qk"] = "qk"
 
 
-Readout = HiddenReadout | RowsReadout | ProbeReadout | AttentionReadout | AttentionRowsReadout | QKReadout
+Readout = (
+    HiddenReadout | RowsReadout | HiddenMeanReadout | ProbeReadout | AttentionReadout | AttentionRowsReadout | QKReadout
+)
 
 
 @dataclass(frozen=True)
@@ -206,7 +221,10 @@ R = TypeVar("R", RowsReadout, ProbeReadout, AttentionRowsReadout, QKReadout)
 
 
 def with_token_ids(item: Readout, token_ids: Sequence[int]) -> Readout:
-    """The readout with the tokens at its positions. token_ids: those of prompt and answer, in order."""
+    """The readout with the tokens at its positions, where it has any. token_ids: those of prompt and answer, in
+    order."""
+    if isinstance(item, HiddenMeanReadout):
+        return item
     if isinstance(item, HiddenReadout):
         return item if item.position is None else replace(item, token_id=token_ids[item.position])
     return replace(item, token_ids=tuple(token_ids[position] for position in item.positions))
@@ -271,6 +289,8 @@ def empty(capture: Capture, hidden_size: int) -> Readout:
 def not_complete(capture: Capture, status: Status, reason: str) -> Readout:
     """The readout of a capture without any values, and why."""
     if isinstance(capture, HiddenCapture):
+        if capture.average:
+            return HiddenMeanReadout(status, capture.layer, reason=reason)
         if capture.positions == "last_prompt":
             return HiddenReadout(status, capture.layer, reason=reason)
         return RowsReadout(status, capture.layer, reason=reason)

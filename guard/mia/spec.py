@@ -141,6 +141,14 @@ class HiddenCapture(_Model):
 
     layer: Layer
     positions: Positions = "last_prompt"
+    average: bool = False
+    """Of tokens of the prompt, their mean: one vector leaves the engine however many they are."""
+
+    @model_validator(mode="after")
+    def _only_prompts_are_averaged(self) -> Self:
+        if self.average and self.positions in ("last_prompt", "generated", "all"):
+            raise _FieldError("average", "is of several tokens of the prompt: positions prompt, a span or token ranges")
+        return self
 
 
 class ProbeCapture(_Model):

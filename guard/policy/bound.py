@@ -63,7 +63,7 @@ class BoundPolicy:
     answer_timeout_s: float
     capture: Capture | None = None
 
-    @property
+    @cached_property
     def detector_kinds(self) -> dict[str, str]:
         return {name: detector.kind for name, detector in self.detectors.items()}
 
@@ -72,17 +72,17 @@ class BoundPolicy:
         """Every steering that any rule may ask for."""
         return tuple(steer for compiled in self.rules for steer in compiled.rule.steer)
 
-    @property
+    @cached_property
     def armed(self) -> tuple[Steering, ...]:
         """Gated steerings that go with every request."""
         return tuple(self.steerings[compiled.rule.name] for compiled in self.rules if compiled.armed)
 
-    @property
+    @cached_property
     def rules_of_answers(self) -> tuple[CompiledRule, ...]:
         """Rules that judge answers."""
         return tuple(one for one in self.rules if one.rule.stage != "prompt")
 
-    @property
+    @cached_property
     def progress_tokens(self) -> int | None:
         """How often the engine must say what an answer's tokens have in them while it grows; None when no rule waits
         for that. Several times a window, so that a token is not released before it was judged."""
@@ -90,7 +90,7 @@ class BoundPolicy:
         reads = any(self.measurements[name].reads_answer for name in self.detectors_of((stage,)))
         return max(1, self.window_tokens // PROGRESS_IN_WINDOW) if reads else None
 
-    @property
+    @cached_property
     def holds_answers(self) -> bool:
         """Whether a rule that judges answers may do more than report."""
         return any(one.mode == "enforce" and _may_act(one.rule) for one in self.rules_of_answers)

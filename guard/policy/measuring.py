@@ -289,8 +289,8 @@ class Question:
     armed: tuple[str, ...] = ()
     steered: tuple[str, ...] = ()
 
-    @property
-    def gated(self) -> dict[str, int]:
+    @cached_property
+    def gated(self) -> Mapping[str, int]:
         """Of each rule with a gate one of the spec's vectors that it holds back; its others open with it."""
         named = enumerate(zip(self.steered, self.spec.steer, strict=True))
         return {rule: i for i, (rule, steer) in named if steer.gate is not None}
@@ -300,7 +300,7 @@ class Question:
         """The spec as it is sent; None when it asks for nothing. Most requests ask the same."""
         return self.spec.to_wire() if self.spec.asks else None
 
-    @property
+    @cached_property
     def reads(self) -> bool:
         """Whether readouts of the prompt will come that detectors wait for."""
         probes = [capture for name, capture in self.spec.probes.items() if not name.startswith(GATE_PREFIX)]

@@ -17,7 +17,7 @@ import aiohttp
 from guard.mia.results import EVENT_OBJECT, Readouts
 from guard.proxy.bytestream import ByteStream, Content
 from guard.proxy.errors import UpstreamError, upstream_errors
-from guard.proxy.readouts import Finding, from_event, is_event, readouts_of, split_field
+from guard.proxy.readouts import Finding, finding_in, from_event, is_event, readouts_of, split_field
 
 EARLY_HEADER = "x-mia-early"
 LATE = "the engine sent no readouts before its answer; was it started with the plugin?"
@@ -54,12 +54,12 @@ class Whole:
 
 class StreamedAnswer:
     """Server-sent events; the readouts are frames of their own. ``held``: frames that came before those of the prompt;
-    ``events``: all readouts so far, as they came."""
+    ``events``: all readouts so far, None for an event that cannot be read."""
 
     def __init__(self, response: Response) -> None:
         self.headers = passed_on(response.headers)
         self.held: list[bytes] = []
-        self.events: list[bytes] = []
+        self.events: list[list[Readouts] | None] = []
         self._bytes = ByteStream(response.content)
 
     async def find(self, *, patient: bool = True) -> Finding:
@@ -68,7 +68,7 @@ class StreamedAnswer:
             arrived_s = time.perf_counter()
             self.held += self._sorted(frames)
             if self.events:
-                return from_event(self.events[0], arrived_s)
+                return finding_in(self.events[0], arrived_s)
             if self.held and not patient:
                 return Finding(None, LATE)
         return Finding(None, LATE)
@@ -82,12 +82,14 @@ class StreamedAnswer:
 
     def readouts(self) -> list[Readouts]:
         """All so far: of the prompt, and of those choices that have ended."""
-        return _all_of(self.events)
+        return [one for event in self.events for one in event or ()]
 
     def _sorted(self, frames: list[bytes]) -> list[bytes]:
         """The answer's own; the others are kept."""
-        self.events += [frame.removeprefix(b"data: ") for frame in frames if is_event(frame)]
-        return [frame for frame in frames if not is_event(frame)]
+        ours = [frame for frame in frames if is_event(frame)]
+        # Here, where they come, and not each time that somebody looks: of a prompt they are long.
+        self.events += [readouts_of(frame.removeprefix(b"data: ")) for frame in ours]
+        return [frame for frame in frames if not is_event(frame)] if ours else frames
 
 
 class EarlyAnswer:
@@ -112,10 +114,11 @@ class EarlyAnswer:
                 int(envelope["status"]),
                 passed_on({str(k): str(v) for k, v in envelope["headers"].items()}),
             )
-            event = json.dumps({"object": EVENT_OBJECT, "readouts": envelope.get("readouts", [])}).encode()
+            late = envelope.get("readouts")
+            event = json.dumps({"object": EVENT_OBJECT, "readouts": late}).encode() if late else None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UpstreamError("the model server's answer cannot be read") from None
-        self._events = (event,)
+        self._events = () if event is None else (event,)
         return Whole(status, headers, await self._bytes.rest(), self._events)
 
     def readouts(self) -> list[Readouts]:
@@ -180,7 +183,7 @@ class Forwarded:
 
 
 def _all_of(events: Sequence[bytes]) -> list[Readouts]:
-    return [one for event in events for one in readouts_of(event)]
+    return [one for event in events for one in readouts_of(event) or ()]
 
 
 Answer = StreamedAnswer | EarlyAnswer | PlainAnswer

@@ -38,9 +38,9 @@ class EngineError:
 
 def error_frame(raw: bytes) -> EngineError | None:
     """None for a frame of a stream that is no error."""
-    named = any(line.startswith(b"event:") and line[len(b"event:") :].strip() == b"error" for line in raw.split(b"\n"))
-    if not named and b"error" not in raw:
+    if b"error" not in raw:
         return None
+    named = any(line.startswith(b"event:") and line[len(b"event:") :].strip() == b"error" for line in raw.split(b"\n"))
     text = b"\n".join(line[len(DATA) :] for line in raw.split(b"\n") if line.startswith(DATA))
     data = _object(text)
     if not named and not (data.get("error") or data.get("type") == "error"):

@@ -22,7 +22,7 @@ from guard.proxy.refusal import ending, refuse
 from guard.proxy.relay import broke_off, relay_whole
 from guard.proxy.usage import came, count_event, count_whole
 from guard.proxy.verdict import blocked
-from guard.proxy.wire import Form, Frame, compact, frames_of
+from guard.proxy.wire import DATA, Form, Frame, compact, frames_of
 from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
 from guard.proxy.withholding import Withheld
 
@@ -158,7 +158,7 @@ class _Stream:
         await exchange.end(error.told + (DONE_FRAME if self.request.form.ends(DONE_FRAME) else b""))
 
     async def _take(self, raw: bytes) -> None:
-        if all(line.startswith(b":") for line in raw.splitlines() if line):
+        if not raw.startswith(DATA) and all(line.startswith(b":") for line in raw.splitlines() if line):
             # A comment says nothing, and keeps connections open.
             if self.exchange.started:
                 await self.exchange.stream(raw)

@@ -124,6 +124,7 @@ class AnswerJudge:
     second_pass_s: float | None = None
     course: list[Moment] = field(default_factory=list)
     complete: bool = False
+    _answered: Answered | None = None
     _live: _Kept = field(default_factory=_Kept)
     _beside: _Kept = field(default_factory=_Kept)
     _grown: dict[int, Readouts] = field(default_factory=dict)
@@ -150,6 +151,7 @@ class AnswerJudge:
 
     async def check(self, readouts: Sequence[Readouts] = (), *, complete: bool) -> Ruling:
         """Judge what there is so far. What hit before stays."""
+        self._answered = None
         stages = LATER if complete else STREAM
         texts = await self._texts(stages)
         passes = await self._passes() if complete else {}
@@ -186,15 +188,17 @@ class AnswerJudge:
             del self.course[1::2]
 
     def answered(self, attempts: int) -> Answered | None:
-        """What the record says of it."""
+        """What the record says of it, ``attempts`` answers having been generated before: of one answer always as many.
+        Worked out once until the next ``check``."""
         one, shadow = self.ruling, self.judges.shadow
-        if one is None:
-            return None
+        if one is None or self._answered is not None:
+            return self._answered
         beside = None
         if one.shadow is not None and shadow is not None and shadow.rules_of_answers:
             beside = self._beside.answered(one.choice, one.shadow, shadow, attempts, complete=self.complete)
         answered = self._live.answered(one.choice, one.decision, self.judges.live, attempts, complete=self.complete)
-        return replace(answered, shadow=beside, second_pass_s=self.second_pass_s)
+        self._answered = replace(answered, shadow=beside, second_pass_s=self.second_pass_s)
+        return self._answered
 
     def redact(self, frame: Frame) -> None:
         """Take out of a frame what is marked there."""

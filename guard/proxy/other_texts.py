@@ -74,7 +74,7 @@ def _strings(
         elif key in MADE_OF and isinstance(inner, dict):
             if inner:
                 yield f"{path}.{place}", value, key
-        elif key not in LOGPROBS or isinstance(inner, dict):
+        elif isinstance(inner, dict) or (isinstance(inner, list) and key not in LOGPROBS):
             yield from _strings(inner, f"{path}.{place}", taken, SPELT if key in LOGPROBS else ())
 
 

@@ -6,10 +6,11 @@ exception: "no score" is for the policy to judge.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from guard.mia.results import EVENT_OBJECT, Readouts
 from guard.telemetry.record import GateReport
@@ -19,6 +20,9 @@ EVENT_START = f'{{"object": "{EVENT_OBJECT}"'.encode()
 
 FRAME_START = b"data: " + EVENT_START
 FIELD_START = b',"mia":' + EVENT_START
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What an event that is none raises."""
 
 
 @dataclass(frozen=True)
@@ -36,29 +40,28 @@ class Finding:
 
 def from_event(text: bytes, arrived_s: float) -> Finding:
     """One event as JSON. Of several choices the one with most complete readouts counts: the prompt is the same."""
-    try:
-        parsed = [one for one in all_readouts(text) if one.stage == "prompt"]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    return finding_in(readouts_of(text), arrived_s)
+
+
+def finding_in(event: Sequence[Readouts] | None, arrived_s: float) -> Finding:
+    """The same of an event that is parsed already; None: it cannot be read."""
+    if event is None:
         return Finding(None, "the engine's readouts cannot be read", arrived_s)
-    if not parsed:
+    of_prompt = [one for one in event if one.stage == "prompt"]
+    if not of_prompt:
         return Finding(None, "the engine sent no readouts of the prompt", arrived_s)
-    return Finding(most_complete(parsed), arrived_s=arrived_s)
+    return Finding(most_complete(of_prompt), arrived_s=arrived_s)
 
 
-def all_readouts(text: bytes) -> list[Readouts]:
-    """Those of one event, of all stages. Raises what JSON and the readouts' types raise."""
-    event = json.loads(text)
-    if event["object"] != EVENT_OBJECT:
-        raise ValueError(EVENT_OBJECT)
-    return [Readouts.from_wire(wire) for wire in event["readouts"]]
-
-
-def readouts_of(text: bytes) -> list[Readouts]:
-    """The same; none when they cannot be read: a score is then missing."""
+def readouts_of(text: bytes) -> list[Readouts] | None:
+    """Those of one event, of all stages; None when they cannot be read: a score is then missing."""
     try:
-        return all_readouts(text)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return []
+        event = msgspec.json.decode(text)
+        if event["object"] != EVENT_OBJECT:
+            return None
+        return [Readouts.from_wire(wire) for wire in event["readouts"]]
+    except UNREADABLE:
+        return None
 
 
 def is_event(frame: bytes) -> bool:

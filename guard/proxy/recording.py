@@ -39,6 +39,7 @@ class Recorded:
         self._services = services
         self._route = route
         self._handler = handler
+        self._in_flight = services.metrics.in_flight.labels(route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,16 +51,15 @@ class Recorded:
         record = RequestRecord(
             self._route, policy.name, policy.hash, client_request_id=client_request_id(Headers(scope=scope))
         )
-        in_flight = services.metrics.in_flight.labels(self._route)
         services.under_way += 1
-        in_flight.inc()
+        self._in_flight.inc()
         exchange = Exchange(scope, receive, send, record, policy.label)
         exchange.trace = services.tracing.begin(record, scope["method"], exchange.headers)
         try:
             await answer(exchange, self._admitted(exchange))
         finally:
             record.total_s = time.perf_counter() - record.started_s
-            in_flight.dec()
+            self._in_flight.dec()
             services.metrics.count(record)
             refused_early = not exchange.known or record.limit is not None
             if not (refused_early and services.refusals.is_one_too_many(record)):

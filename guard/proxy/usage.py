@@ -33,9 +33,9 @@ PER_MEDIUM = 16_384
 the most that Qwen2-VL's makes of a picture by default (its model card), of a family that takes more than others do."""
 
 
-def usage_in(value: Any) -> tuple[int | None, int | None]:
+def _usage_in(places: list[dict[str, Any]]) -> tuple[int | None, int | None]:
     """Tokens of prompt and answer that a whole answer's JSON, or an event's, tells; None for what it does not tell."""
-    for place in _places(value):
+    for place in places:
         usage = place.get("usage")
         if isinstance(usage, dict):
             prompt, completion = (
@@ -47,9 +47,9 @@ def usage_in(value: Any) -> tuple[int | None, int | None]:
     return None, None
 
 
-def _note_model(record: RequestRecord, value: Any) -> None:
+def _note_model(record: RequestRecord, places: list[dict[str, Any]]) -> None:
     """What the answer calls the model that gave it."""
-    for place in _places(value):
+    for place in places:
         if isinstance(model := place.get("model"), str):
             record.answered_by = model[:MAX_MODEL_CHARACTERS]
 
@@ -71,8 +71,9 @@ def count_whole(record: RequestRecord, body: bytes) -> None:
         value = json.loads(body)
     except (ValueError, RecursionError):
         value = None
-    _note_model(record, value)
-    prompt, completion = usage_in(value)
+    places = _places(value)
+    _note_model(record, places)
+    prompt, completion = _usage_in(places)
     record.prompt_tokens = record.prompt_tokens if prompt is None else prompt
     record.completion_tokens, record.complete = completion, True
     record.most_completion_tokens = min(record.most_completion_tokens, len(body))
@@ -80,8 +81,9 @@ def count_whole(record: RequestRecord, body: bytes) -> None:
 
 def count_event(record: RequestRecord, value: Any) -> None:
     """One event of a stream: some tell their usage at the end, some all along."""
-    _note_model(record, value)
-    prompt, completion = usage_in(value)
+    places = _places(value)
+    _note_model(record, places)
+    prompt, completion = _usage_in(places)
     record.prompt_tokens = record.prompt_tokens if prompt is None else prompt
     if completion is not None:
         record.completion_tokens = max(completion, record.completion_tokens or 0)

@@ -104,6 +104,8 @@ def token_pieces(choice: int, owner: Fields, key: str, *, at: str = "", whole: b
     """The texts that the logprobs at ``key`` show: the tokens', which may be more than the answer's text, as what comes
     before a stop word is held back and the word itself left out; and those of the tokens that were not said, by rank.
     """
+    if owner.get(key) is None:
+        return []
     return [
         Piece(choice, f"{TOKENS}{rank}{at}", owner, key, whole=whole, spelt=text)
         for rank, text in enumerate(_by_rank(owner.get(key)))
@@ -113,6 +115,8 @@ def token_pieces(choice: int, owner: Fields, key: str, *, at: str = "", whole: b
 
 def prompt_pieces(choice: int, owner: Fields, key: str = "prompt_logprobs") -> list[Piece]:
     """The same of what a model makes of its prompt: at each token the likely ones, by rank."""
+    if owner.get(key) is None:
+        return []
     likely = [[str(one.get("decoded_token") or "") for one in at.values()] for at in owner.get(key) or () if at]
     ranks = max(map(len, likely), default=0)
     spelt = ["".join(at[rank] for at in likely if rank < len(at)) for rank in range(ranks)]

@@ -125,9 +125,14 @@ def _pieces_of(choice: Fields) -> list[Piece]:
     # The stop word is what the model said last, and no part of the text.
     found.append(("text" if isinstance(choice.get("text"), str) else "content", choice, "stop_reason"))
     there = [one for one in found if _is_text(one[1].get(one[2]), one[2])]
-    pieces = [Piece(index, channel, owner, key, traces=traces) for channel, owner, key in there]
+    tokens = _tokens(choice) if there else 0
+    pieces = [
+        Piece(index, channel, owner, key, tokens if i == 0 else 0, traces=traces)
+        for i, (channel, owner, key) in enumerate(there)
+    ]
     pieces += token_pieces(index, choice, "logprobs")
-    pieces = [replace(pieces[0], tokens=_tokens(choice)), *pieces[1:]] if pieces else []
+    if pieces and not there:
+        pieces[0] = replace(pieces[0], tokens=_tokens(choice))
     pieces += prompt_pieces(index, choice)
     return pieces + other_texts(index, choice, pieces)
 

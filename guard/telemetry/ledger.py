@@ -75,7 +75,8 @@ class Ledger:
         self.path = path
         self._on_result = on_result
         self._on_waiting = on_waiting
-        self._queue: queue.Queue[bytes | _WithContent | None] = queue.Queue(MAX_QUEUED)
+        # Much cheaper to put into than a ``Queue``, which has a limit of its own.
+        self._queue: queue.SimpleQueue[bytes | _WithContent | None] = queue.SimpleQueue()
         self._content = content_folder(path)
         self._content_bytes = 0
         self._content_lock = threading.Lock()
@@ -117,12 +118,11 @@ class Ledger:
             waiting = _WithContent(entry, content, size_bytes)
         else:
             waiting = _to_line(entry)
-        # Before the thread can have written it.
-        self._on_waiting(1)
-        try:
-            self._queue.put_nowait(waiting)
-        except queue.Full:
-            self._on_waiting(-1)
+        if self._queue.qsize() < MAX_QUEUED:
+            # Before the thread can have written it.
+            self._on_waiting(1)
+            self._queue.put(waiting)
+        else:
             if isinstance(waiting, _WithContent):
                 self._room_for(-waiting.size_bytes)
             self._report("dropped", 1, f"{MAX_QUEUED} entries wait to be written")

@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics import MetricWrapperBase
 
 from detectors.base import Score
 from guard import __version__
@@ -35,6 +37,8 @@ prometheus-client is imported, be empty at start, and not be passed on to vLLM, 
 
 Stem = frozenset[tuple[str, str]]
 """Labels, with values, that all series of one policy, rule, detector or pair of policies have."""
+
+M = TypeVar("M", bound=MetricWrapperBase)
 
 Bound = tuple[str, str, str, float]
 """Rule, detector, ``at_least`` or ``below``, and the score that it is."""
@@ -69,6 +73,7 @@ class Metrics:
         self._stems: set[Stem] = set()
         self._stems_made: set[Stem] = set()
         self._bounds: set[tuple[str, str, str, str]] = set()
+        self._found: dict[tuple[Any, ...], Any] = {}
         self.registry = registry = CollectorRegistry()
         self.requests = counter(f.REQUESTS, registry)
         self.rule_hits = counter(f.RULE_HITS, registry)
@@ -153,6 +158,8 @@ class Metrics:
                     labels = dict(gone)
                     if labels.keys() <= family.labels.keys():
                         metric.remove_by_labels(labels)
+            # One of these that is counted again must be made again.
+            self._found.clear()
         self._stems_made = stems | self._stems
         self._stems = stems
 
@@ -187,11 +194,11 @@ class Metrics:
     def count(self, record: RequestRecord) -> None:
         """Add one finished request."""
         route, answer = record.route, record.answer
-        self.requests.labels(route, record.policy, record.action, record.outcome).inc()
+        self._series(self.requests, route, record.policy, record.action, record.outcome).inc()
         if record.limit is not None:
-            self.limit_refusals.labels(*record.limit).inc()
+            self._series(self.limit_refusals, *record.limit).inc()
         for hit in record.hits:
-            self.rule_hits.labels(record.policy, hit.rule, hit.action, hit.mode).inc()
+            self._series(self.rule_hits, record.policy, hit.rule, hit.action, hit.mode).inc()
         for name, score in {**(answer.scores if answer else {}), **record.scores}.items():
             self._count_score(name, self._kinds[record.policy, name], score)
         if record.shadow is not None:
@@ -199,7 +206,7 @@ class Metrics:
         if record.policy_hash not in (self._hashes.get(record.policy), self._hashes_before.get(record.policy)):
             self._note_late(record)
         if record.decision:
-            self.own.labels(route).observe(record.own_s)
+            self._series(self.own, route).observe(record.own_s)
         for by_route, duration_s in (
             (self.verdict, record.verdict_s),
             (self.stream_held, record.held_s),
@@ -208,7 +215,7 @@ class Metrics:
             (self.upstream, record.upstream_s),
         ):
             if duration_s is not None:
-                by_route.labels(route).observe(duration_s)
+                self._series(by_route, route).observe(duration_s)
 
     def _note_late(self, record: RequestRecord) -> None:
         """It took so long that its policy's series had been dropped, and are back: the next change drops them."""
@@ -219,16 +226,24 @@ class Metrics:
         self._stems_made |= _stems([PolicyLabels(record.policy, record.policy_hash, rules, detectors)], shadows)
 
     def _count_score(self, name: str, kind: str, score: Score) -> None:
-        self.detector_results.labels(name, kind, status_of(score)).inc()
+        self._series(self.detector_results, name, kind, status_of(score)).inc()
         if score.value is not None:
-            self.detector_scores.labels(name, kind).observe(score.value)
+            self._series(self.detector_scores, name, kind).observe(score.value)
         if score.took_s is not None:
-            self.detector_seconds.labels(name, kind).observe(score.took_s)
+            self._series(self.detector_seconds, name, kind).observe(score.took_s)
 
     def _count_shadow(self, record: RequestRecord, shadow: Beside) -> None:
         for hit in record.shadow_hits:
-            self.rule_hits.labels(shadow.policy, hit.rule, hit.action, "shadow").inc()
-        self.shadow_decisions.labels(record.policy, shadow.policy, record.action, record.shadow_action).inc()
+            self._series(self.rule_hits, shadow.policy, hit.rule, hit.action, "shadow").inc()
+        self._series(self.shadow_decisions, record.policy, shadow.policy, record.action, record.shadow_action).inc()
+
+    def _series(self, metric: M, *labels: str) -> M:
+        """One series, looked for once: for prometheus-client each look costs as much as counting does."""
+        key = (metric, *labels)
+        found: M | None = self._found.get(key)
+        if found is None:
+            found = self._found[key] = metric.labels(*labels)
+        return found
 
     def count_entries(self, result: Result, entries: int) -> None:
         self.ledger_entries.labels(result).inc(entries)

@@ -17,7 +17,8 @@ from sklearn.linear_model import LogisticRegression
 
 from detectors.model_config import ModelConfigError
 from detectors.probe import Probe, ProbeConfig, sigmoid
-from guard.mia.results import AttentionReadout, HiddenReadout, Readout
+from guard.mia.results import AttentionReadout, HiddenMeanReadout, HiddenReadout, Readout, RowsReadout
+from guard.mia.spec import TokenRanges
 
 SIZE = 8
 
@@ -38,8 +39,9 @@ def write(
     return path
 
 
-def in_memory(weight: np.ndarray, bias: float = 0.0) -> Probe:
+def in_memory(weight: np.ndarray, bias: float = 0.0, pooling: str = "last_token") -> Probe:
     params = {"layers": [2, 5], "hidden_size": SIZE, "weights": "tiny.safetensors", "weights_sha256": ""}
+    params["pooling"] = pooling
     config = ProbeConfig.model_validate({"model_info": {"name": "tiny"}, "params": params})
     return Probe(config, weight.astype(np.float32), bias)
 
@@ -81,6 +83,34 @@ def test_is_a_probability_whatever_the_state(x: np.ndarray) -> None:
 @given(st.floats(-1e300, 1e300))
 def test_sigmoid_of_a_and_of_minus_a_add_up_to_one(logit: float) -> None:
     assert sigmoid(logit) + sigmoid(-logit) == pytest.approx(1)
+
+
+@given(arrays(np.float32, (5, 2, SIZE), elements=st.floats(-4, 4, width=32)))
+def test_the_mean_state_scores_as_the_states_of_all_tokens_do(states: np.ndarray) -> None:
+    probe = in_memory(np.linspace(-1, 1, 2 * SIZE), 0.5, pooling="mean")
+    rows: dict[str, Readout] = {
+        f"layer{layer}": RowsReadout("complete", layer, tuple(range(5)), (0,) * 5, states[:, i])
+        for i, layer in enumerate((2, 5))
+    }
+    means: dict[str, Readout] = {
+        f"layer{layer}": HiddenMeanReadout("complete", layer, ((0, 5),), states[:, i].mean(axis=0))
+        for i, layer in enumerate((2, 5))
+    }
+    assert probe.score(means).value == pytest.approx(probe.score(rows).value, abs=1e-5)
+
+
+def test_only_a_probe_that_pools_by_mean_asks_for_the_mean_and_never_token_by_token() -> None:
+    weight, tokens = np.ones(2 * SIZE), TokenRanges(tokens=((0, 5),))
+    for pooling in ("last_token", "mean", "max"):
+        probe = in_memory(weight, pooling=pooling)
+        assert {one.average for one in probe.plan().hidden.values()} == {pooling == "mean"}
+        assert not any(one.average for one in probe.token_plan(tokens).hidden.values())
+
+
+def test_a_mean_of_no_token_is_no_score() -> None:
+    nothing: dict[str, Readout] = {f"layer{layer}": HiddenMeanReadout("complete", layer) for layer in (2, 5)}
+    score = in_memory(np.ones(2 * SIZE), pooling="mean").score(nothing)
+    assert (score.status, score.value) == ("unavailable", None)
 
 
 GOOD = np.ones(SIZE, np.float32)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import Answer, MiaLLM
-from guard.mia.results import AttentionReadout, HiddenReadout, RowsReadout
+from guard.mia.results import AttentionReadout, HiddenMeanReadout, HiddenReadout, RowsReadout
 from guard.mia.spec import MAX_SPEC_BYTES, AttentionCapture, HiddenCapture, MiaSpec, SpecError, Steer, TokenRanges
 from tests.engine import engines, oracle
 
@@ -124,6 +124,7 @@ def test_rows_at_any_positions_are_the_models_own(engine: Engine) -> None:
         "generated": {"layer": 1, "positions": "generated"},
         "span": {"layer": 2, "positions": {"span": "data"}},
         "ranges": {"layer": 2, "positions": {"tokens": [[5, 9], [0, 2], [7, 12]]}},
+        "mean": {"layer": 2, "positions": {"tokens": [[5, 9], [0, 2], [7, 12]]}, "average": True},
         "last": {"layer": 2},
     }
     spec = MiaSpec.model_validate({"spans": {"data": "user.last"}, "hidden": captures})
@@ -148,6 +149,10 @@ def test_rows_at_any_positions_are_the_models_own(engine: Engine) -> None:
             assert got.token_ids == tuple(ids[p] for p in positions)
             rows = truth.hidden[got.layer - 1][list(positions)]
             assert np.linalg.norm(got.values - rows) <= 1e-4 * np.linalg.norm(rows)
+        mean, ranges = answer.items["mean"], answer.items["ranges"].values
+        assert isinstance(mean, HiddenMeanReadout)
+        assert mean.tokens == ((0, 2), (5, 12))
+        np.testing.assert_allclose(mean.values, ranges.mean(axis=0, dtype=np.float64), rtol=1e-6, atol=1e-6)
         last = answer.items["last"]
         assert isinstance(last, HiddenReadout)
         np.testing.assert_array_equal(last.values, answer.items["all"].values[length - 1])

@@ -16,7 +16,15 @@ from safetensors.torch import save_file
 
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import Answer, MiaLLM
-from guard.mia.results import AttentionReadout, AttentionRowsReadout, ProbeReadout, QKReadout, Readouts, RowsReadout
+from guard.mia.results import (
+    AttentionReadout,
+    AttentionRowsReadout,
+    HiddenMeanReadout,
+    ProbeReadout,
+    QKReadout,
+    Readouts,
+    RowsReadout,
+)
 from guard.mia.spec import MiaSpec
 from tests.engine import engines, oracle
 
@@ -29,6 +37,7 @@ READINGS = {
         "all": {"layer": 2, "positions": "all"},
         "embedding": {"layer": 0, "positions": "all"},
         "span": {"layer": 1, "positions": {"span": "data"}},
+        "middle": {"layer": 2, "positions": {"span": "data"}, "average": True},
         "last": {"layer": 3},
     },
     "probes": {"risk": {"probe": "risk", "positions": "all"}, "now": {"probe": "risk", "positions": "generated"}},
@@ -174,6 +183,10 @@ def assert_exact(parts: Parts, prompt: Readouts, final: Readouts, ids: tuple[int
     np.testing.assert_allclose(risk.logits, truth.hidden[1] @ parts.weight.T + parts.bias, rtol=1e-3, atol=1e-2)
     attention = np.stack([truth.attention[layer - 1][head] for layer, head in HEADS])
     data = [t for start, end in prompt.span_tokens["data"] for t in range(start, end)]
+    middle = items["middle"]
+    assert isinstance(middle, HiddenMeanReadout)
+    assert middle.tokens == prompt.span_tokens["data"]
+    np.testing.assert_allclose(middle.values, rows.values[data].mean(axis=0, dtype=np.float64), rtol=1e-6, atol=1e-6)
     last, mean, grown, raw = items["share"], items["mean"], items["rows"], items["raw"]
     assert isinstance(mean, AttentionReadout)
     assert isinstance(grown, AttentionRowsReadout)

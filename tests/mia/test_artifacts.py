@@ -32,6 +32,7 @@ from guard.mia.artifacts import CHUNK_BYTES, FileFormat, dropped, encode, load_a
 from guard.mia.results import (
     AttentionReadout,
     AttentionRowsReadout,
+    HiddenMeanReadout,
     HiddenReadout,
     ProbeReadout,
     QKReadout,
@@ -54,6 +55,7 @@ def readouts(count: int = 3, choice: int = 0) -> Readouts:
         items={
             "h": HiddenReadout("complete", 2, 5, 17, rows(1)[0]),
             "r": RowsReadout("complete", 1, tuple(range(count)), tuple(range(count)), rows(count)),
+            "m": HiddenMeanReadout("complete", 2, ((1, 4), (6, 9)), rows(1)[0]),
             "none": RowsReadout("complete", 1, (), (), np.zeros((0, 64), np.float32)),
             "a": AttentionReadout(
                 "complete",

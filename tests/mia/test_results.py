@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from guard.mia.results import (
     AttentionReadout,
     AttentionRowsReadout,
+    HiddenMeanReadout,
     HiddenReadout,
     ProbeReadout,
     QKReadout,
@@ -35,6 +36,7 @@ def test_readouts_survive_both_wires_bit_for_bit(array: np.ndarray, status: str)
         "h": HiddenReadout(status, 3, 7, 11, array.ravel()),
         "none": HiddenReadout(status, 3, reason="no space"),
         "r": RowsReadout(status, 0, where, ids, flat),
+        "mean": HiddenMeanReadout(status, 0, ((1, 4), (6, 9)), array.ravel()),
         "p": ProbeReadout(status, "risk", where, ids, flat),
         "a": AttentionReadout(status, heads, (7,), (1,), {"data": array.ravel()}, flat),
         "m": AttentionRowsReadout(status, heads, where, ids, {"data": flat}, array),

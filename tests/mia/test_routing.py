@@ -25,6 +25,7 @@ from guard.mia.readouts import Reader
 from guard.mia.record import RecordWriter
 from guard.mia.results import (
     AttentionReadout,
+    HiddenMeanReadout,
     HiddenReadout,
     ProbeReadout,
     QKReadout,
@@ -88,7 +89,8 @@ def make_router(
 
 
 RANGES = {"tokens": [[0, 1], [0, 1]]}
-positions = st.sampled_from(["last_prompt", "prompt", "generated", "all", {"span": "s"}, RANGES])
+NAMED = ({"span": "s"}, RANGES)
+positions = st.sampled_from(["last_prompt", "prompt", "generated", "all", *NAMED])
 query_positions = st.sampled_from(["last_prompt", "generated", {"generated": 2}, {"span": "s"}, RANGES])
 gates = st.sampled_from(
     [
@@ -115,7 +117,10 @@ def build_spec(hidden: list, probes: list, attention: list, qk: list, steer: lis
     return MiaSpec.model_validate(
         {
             "spans": {"s": {"tokens": [[0, 1]]}},
-            "hidden": {f"h{i}": {"layer": layer, "positions": where} for i, (layer, where) in enumerate(hidden)},
+            "hidden": {
+                f"h{i}": {"layer": layer, "positions": where, "average": mean and (where == "prompt" or where in NAMED)}
+                for i, (layer, where, mean) in enumerate(hidden)
+            },
             "probes": {f"p{i}": {"probe": "risk", "positions": where} for i, where in enumerate(probes)},
             "attention": {
                 f"a{i}": {"heads": heads, "spans": ["s"], "positions": where, "weights": weights}
@@ -129,7 +134,7 @@ def build_spec(hidden: list, probes: list, attention: list, qk: list, steer: lis
 
 specs = st.builds(
     build_spec,
-    st.lists(st.tuples(st.sampled_from(LAYERS), positions), max_size=3),
+    st.lists(st.tuples(st.sampled_from(LAYERS), positions, st.booleans()), max_size=3),
     st.lists(positions, max_size=2),
     st.lists(st.tuples(head_lists, query_positions, st.booleans()), max_size=2),
     st.lists(st.tuples(head_lists, positions), max_size=2),
@@ -454,6 +459,11 @@ def check_readout(one: Slow, capture: Capture, item: Readout | None, bank: torch
     if isinstance(item, HiddenReadout):
         np.testing.assert_allclose(item.values, one.stream_at(read[0], item.layer, bank), rtol=1e-4, atol=1e-4)
         assert item.position == read[0]
+        return
+    if isinstance(item, HiddenMeanReadout):
+        rows = torch.stack([one.stream_at(p, item.layer, bank) for p in read])
+        np.testing.assert_allclose(item.values, rows.mean(dim=0), rtol=1e-4, atol=1e-4)
+        assert [p for start, end in item.tokens for p in range(start, end)] == read
         return
     assert list(item.positions) == read
     if isinstance(item, RowsReadout):

@@ -68,6 +68,8 @@ RISK = {"risk": {"probe": "x"}}
         ({"spans": {"data": {"span": "instruction"}}}, "mia.spans.data"),
         ({"hidden": {"h": {"layer": "3"}}}, "mia.hidden.h.layer"),
         ({"hidden": {"h": {"layer": True}}}, "mia.hidden.h.layer"),
+        ({"hidden": {"h": {"layer": 3, "average": True}}}, "mia.hidden.h.average"),
+        ({"hidden": {"h": {"layer": 3, "positions": "all", "average": True}}}, "mia.hidden.h.average"),
         ({"hidden": {"h": {"layer": 3, "positions": {}}}}, "mia.hidden.h.positions.tokens"),
         ({"hidden": {"h": {"layer": 3, "positions": {"tokens": [[0, 1]], "span": "data"}}}}, "mia.hidden.h.positions"),
         ({"attention": {"focus": {"heads": [[2, 1], [2, 1]], "spans": ["data"]}}}, "mia.attention.focus.heads"),
