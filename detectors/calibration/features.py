@@ -67,7 +67,7 @@ class Features:
             self.mean_layers,
             self.mean[index],
             self.tokens[index],
-            self.token_states and self.token_states.part(index),
+            None if self.token_states is None else self.token_states.part(index),
         )
 
 

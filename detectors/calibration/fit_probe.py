@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 from sklearn.metrics import brier_score_loss  # type: ignore[import-untyped]
 
+from detectors.calibration.feature_store import FeatureError
 from detectors.calibration.features import Features
 from detectors.calibration.fit_max import max_logits, max_shortlist
 from detectors.calibration.fitted import ONE_POOLING, Pooling, PoolingChoice
@@ -53,7 +54,8 @@ def fit_probe(
     seed: int,
     pooling: PoolingChoice = "last_token",
 ) -> FittedProbe:
-    """The best candidate; of equals the one that reads fewer layers. ``best``: of all three ways to pool."""
+    """The best candidate; of equals the one that reads fewer layers. ``best``: of all three ways to pool. Raises
+    ``FeatureError`` where nothing was read that it could choose from."""
     tried, shortlist = 0, list[Shortlisted]()
     for one in ONE_POOLING if pooling == "best" else (pooling,):
         count, some = (
@@ -62,6 +64,11 @@ def fit_probe(
             else _shortlist(train, validation, one, seed)
         )
         tried, shortlist = tried + count, shortlist + some
+    if not shortlist:
+        raise FeatureError(
+            f"no {pooling} of states was read: the engine's max_hidden_rows_per_step is too small for the states of "
+            "every token"
+        )
     best = max(shortlist, key=lambda one: one.measured.merit)
     others = "; ".join(str(one.measured) for one in shortlist if one is not best)
     labels = np.concatenate([train.labels, validation.labels])
