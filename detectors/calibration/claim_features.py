@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from detectors.calibration.claims import Claim
-from detectors.calibration.feature_store import FeatureStore, Plan, Reading
-from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, candidate_layers, model_shape
+from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading
+from detectors.calibration.features import ROWS_AT_ONCE, candidate_layers, model_shape
 from detectors.calibration.readers import ROWS_PER_STEP, open_engine
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import FloatArray, Readouts, RowsReadout

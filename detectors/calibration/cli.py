@@ -52,6 +52,8 @@ class Pooling(enum.StrEnum):
 
     last_token = "last_token"  # noqa: S105
     mean = "mean"
+    max = "max"
+    best = "best"
 
 
 Kinds = Annotated[
@@ -86,8 +88,8 @@ def calibrate(
     pooling: Annotated[
         Pooling,
         typer.Option(
-            help="At which tokens the probe reads: the prompt's last, or the mean over the data, for which the engine "
-            "computes the whole prompt, prefix cache or not."
+            help="At which tokens the probe reads: the prompt's last; the mean over the data, or the highest of its "
+            "tokens, for which the engine computes the whole prompt, prefix cache or not; or the best of the three."
         ),
     ] = Pooling.last_token,
     seed: Seed = 0,
@@ -128,7 +130,10 @@ def calibrate(
             raise typer.Exit(2)
         for kind in chosen:
             check_writable(out / kind)
-        request = Request(folder, names, seed, rows or None, url=url, api_key=api_key)
+        with_token_states = pooling in (Pooling.max, Pooling.best) and bool({"probe", "combination"} & set(chosen))
+        request = Request(
+            folder, names, seed, rows or None, url=url, api_key=api_key, with_token_states=with_token_states
+        )
         command = shlex.join(["guard", "calibrate", *chosen, *options])
         _calibrate(Job(folder, key, model, chosen, seed, command, pooling.value), request, out)
 
@@ -209,7 +214,7 @@ def model_folder(model: str) -> tuple[Path, str]:
 def told_errors() -> Iterator[None]:
     """What a user can put right becomes one line and exit code 1."""
     try:
-        from detectors.calibration.features import FeatureError
+        from detectors.calibration.feature_store import FeatureError
         from detectors.calibration.metrics import BudgetError
         from detectors.calibration.sources import DataError
         from detectors.model_config import ModelConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detectors.calibration.demands import LEAST_PER_LABEL
-from detectors.calibration.own_rows import divided_own, is_own, read_own
+from detectors.calibration.own_rows import divided_own, is_own, read_files
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.sets.catalogue import INSTALLED, SETS
 from detectors.calibration.sources import DataError
@@ -51,7 +51,7 @@ def load_rows(
     Raises ``DataError``, also where a split would have too few rows.
     """
     sets, files = chosen_sets(names)
-    own = [row for file in files for row in read_own(file)]  # first, since they are the quickest to be wrong
+    own = read_files(files)  # first, since they are the quickest to be wrong
     for name in sets:
         if name in WHEELS:
             say(f"data set {name}")
@@ -73,9 +73,8 @@ def sampled(rows: Sequence[Row], most: int | None) -> list[Row]:
     """At most so many, in the order given; which ones a hash of their ids says, so that fewer are a part of more."""
     if most is None or len(rows) <= most:
         return list(rows)
-    order = sorted(rows, key=lambda row: hashlib.sha256(row.id.encode()).digest())
-    kept = {row.id for row in order[:most]}
-    return [row for row in rows if row.id in kept]
+    order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(rows[i].id.encode()).digest())
+    return [rows[i] for i in sorted(order[:most])]
 
 
 def template_of(model: Path) -> Any:

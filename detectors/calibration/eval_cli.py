@@ -47,13 +47,22 @@ def evaluate(
     """
     with told_errors():
         from detectors.calibration.material import Request
+        from guard.data import data_folder
         from guard.writable import check_writable
 
         names = tuple(data or ["all"])
         folder, key = model_folder(model)
         check_writable(out)
         request = Request(
-            folder, names, seed, rows or None, with_positions="all" in names, kinds=DETECTORS, url=url, api_key=api_key
+            folder,
+            names,
+            seed,
+            rows or None,
+            with_positions="all" in names,
+            kinds=DETECTORS,
+            url=url,
+            api_key=api_key,
+            detectors=_built(configs or data_folder("model_configs"), key),
         )
         options = [*kinds_and(names, rows), "--model", model, "--seed", str(seed)]
         if not leave_one_out:
@@ -76,7 +85,7 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
         material = gather(request, reporter.say, reporter.total, reporter.advance_to)
         sha256 = weights_sha256(request.model)
         reporter.say(f"the detectors of {folder}" + ("" if configs else ", which ship; others: --model-configs FOLDER"))
-        reports, without = _reports(material, folder, key, request.seed, sha256, with_left_out, reporter)
+        reports, without = _reports(material, request, folder, key, sha256, with_left_out, reporter)
         about = _about(request, key, command, material, folder, sha256)
         about |= {"not_evaluated": without} if without else {}
         content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
@@ -86,37 +95,46 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
         reporter.say(f"wrote {out / 'report.html'} and {out / 'report.json'}")
 
 
-def _reports(
-    material: Material, configs: Path, key: str, seed: int, sha256: str, with_left_out: bool, reporter: Reporter
-) -> tuple[dict[str, DetectorReport], dict[str, str]]:
-    """By kind, what was measured, and why nothing was."""
-    import numpy as np
-
-    from detectors.calibration.demands import DEMANDS, measurable, readable
-    from detectors.calibration.evaluation import Rated, report_of
-    from detectors.calibration.features import FeatureError
-    from detectors.calibration.fit_probe import Choice
-    from detectors.calibration.leave_one_out import leave_one_out
-    from detectors.calibration.positions import SOURCE
-    from detectors.calibration.scoring import scored_rows
+def _built(configs: Path, key: str) -> dict[str, Any]:
+    """By kind. Raises ``DataError`` where there is none."""
     from detectors.calibration.sources import DataError
-    from detectors.combination import Combination
     from detectors.registry import build_detector
 
-    rows, features = material.rows, material.features
-    index = np.flatnonzero([row.split == "held_out" for row in rows])
-    built: dict[str, Any] = {
+    built = {
         kind: build_detector(kind, path) for kind in DETECTORS if (path := configs / kind / f"{key}.json").is_file()
     }
     if not built:
         raise DataError(
             f"{configs}: has no detector of {key} ({', '.join(f'{kind}/{key}.json' for kind in DETECTORS)})"
         )
+    return built
+
+
+def _reports(
+    material: Material, request: Request, configs: Path, key: str, sha256: str, with_left_out: bool, reporter: Reporter
+) -> tuple[dict[str, DetectorReport], dict[str, str]]:
+    """By kind, what was measured, and why nothing was."""
+    import numpy as np
+
+    from detectors.calibration.demands import DEMANDS, measurable, readable
+    from detectors.calibration.evaluation import Rated, report_of
+    from detectors.calibration.feature_store import FeatureError
+    from detectors.calibration.leave_one_out import leave_one_out
+    from detectors.calibration.positions import SOURCE
+    from detectors.calibration.probe_candidates import Choice
+    from detectors.calibration.scoring import scored_rows
+    from detectors.calibration.sources import DataError
+    from detectors.combination import Combination
+
+    rows, features, built, seed = material.rows, material.features, request.detectors, request.seed
+    index = np.flatnonzero([row.split == "held_out" for row in rows])
     left_out: dict[str, Any] = {}
     if with_left_out and "probe" in built:
         params = built["probe"].config.params
         plain = np.flatnonzero([row.source != SOURCE for row in rows])
-        choice = Choice(getattr(params, "pooling", "last_token"), tuple(params.layers))
+        choice = None if "probe" in material.as_read else Choice(params.pooling, tuple(params.layers))
+        if choice is None:
+            reporter.say("with sets left out only text_baseline is measured: what the probe reads is kept of no row")
         left_out = leave_one_out([rows[i] for i in plain], features.part(plain), choice, seed, reporter.say)
     reports: dict[str, DetectorReport] = {}
     without, scores = dict[str, str](), dict[str, Any]()
@@ -132,7 +150,10 @@ def _reports(
             measurable(
                 [row for row in kept if row.source != SOURCE], f" {DEMANDS[kind].which}" if kind in DEMANDS else ""
             )
-            found = scored_rows(detector, kept, features.part(at), {name: one[at] for name, one in scores.items()})
+            if kind in material.as_read:
+                found = material.as_read[kind].scores(kept)
+            else:
+                found = scored_rows(detector, kept, features.part(at), {name: one[at] for name, one in scores.items()})
         except (DataError, FeatureError) as error:
             without[kind] = str(error)
             reporter.say(f"{kind} is not evaluated: {error}")

@@ -15,22 +15,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from detectors.attention_tracker import DATA, DEFAULT_SPANS, INSTRUCTION
+from detectors.attention_tracker import DATA, INSTRUCTION
+from detectors.calibration.captures import Extra, plan_captures, spec_of
 from detectors.calibration.demands import has_instruction
-from detectors.calibration.feature_store import FeatureStore, Plan, Reading
+from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading, reason_of
 from detectors.calibration.rows import Message, Row
-from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout, Readout, Readouts, RowsReadout
-from guard.mia.spec import MAX_CAPTURES, AttentionCapture, HiddenCapture, MiaSpec, SpanPositions
+from detectors.calibration.token_states import TokenStates
+from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout, Readouts, RowsReadout
+from guard.mia.spec import MAX_CAPTURES, MiaSpec
 
 WINDOW_TOKENS = 32
 WINDOW_LAYERS = 6
 """At how many evenly spaced layers every token of the data is read, and the last token at all of them."""
 ROWS_AT_ONCE = 32
 """Rows between two times of keeping what was read: so much is lost at most when a run is stopped."""
-
-
-class FeatureError(RuntimeError):
-    """The engine gave no readout for a row; the message names the row and the reason, never its text."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class ModelShape:
 class Features:
     """All float32. hidden: ``[rows, layers, hidden_size]``, of the last prompt token; mass: ``[rows, heads, 2]``, on
     instruction and data, not a number where a row has no instruction; mean: ``[rows, window layers, hidden_size]``,
-    over the data's tokens; tokens: ``[rows]``, how many these are."""
+    over the data's tokens; tokens: ``[rows]``, how many these are; token_states: where the states of each of them are,
+    if they were read."""
 
     layers: tuple[int, ...]
     heads: tuple[tuple[int, int], ...]
@@ -56,6 +55,7 @@ class Features:
     mean_layers: tuple[int, ...]
     mean: FloatArray
     tokens: FloatArray
+    token_states: TokenStates | None = None
 
     def part(self, index: Any) -> Features:
         """Of the rows at ``index``."""
@@ -67,13 +67,17 @@ class Features:
             self.mean_layers,
             self.mean[index],
             self.tokens[index],
+            None if self.token_states is None else self.token_states.part(index),
         )
 
 
 class Reader(Protocol):
-    """An engine that reads conversations."""
+    """An engine that reads conversations, each for what its spec says, and answers as many tokens as are to be read,
+    greedily."""
 
-    def read(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[Readouts]: ...
+    def read(
+        self, conversations: Sequence[Sequence[Message]], specs: Sequence[MiaSpec], answer_tokens: int
+    ) -> list[Readouts]: ...
 
 
 def model_shape(model: Path) -> ModelShape:
@@ -103,32 +107,19 @@ def evenly_spaced(layers: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(layers[round(len(layers) * i / count) - 1] for i in range(1, count + 1)))
 
 
-def spec_of(plan: Plan, conversation: Sequence[Message]) -> MiaSpec:
-    """What is read of one conversation; of one without an instruction no attention, which would be unavailable."""
-    instructed = has_instruction(conversation)
-    return MiaSpec(
-        spans={name: selectors for name, selectors in DEFAULT_SPANS.items() if instructed or name != INSTRUCTION},
-        hidden={
-            **{f"last{layer}": HiddenCapture(layer=layer) for layer in plan.layers},
-            **{f"data{n}": HiddenCapture(layer=n, positions=SpanPositions(span=DATA)) for n in plan.window_layers},
-        },
-        attention={"a": AttentionCapture(heads=plan.heads, spans=(INSTRUCTION, DATA))}
-        if plan.heads and instructed
-        else {},
-    )
-
-
 def read_features(
     rows: Sequence[Row],
     store: FeatureStore,
     open_reader: Callable[[], Any],
     progress: Callable[[int], None] | None = None,
+    extras: Sequence[Extra] = (),
 ) -> Features:
-    """Read what is not kept yet. ``open_reader()`` is a context manager of a ``Reader``, entered only if it is needed.
+    """Read what is not kept yet, for ``extras`` in the same pass. ``open_reader()`` is a context manager of a
+    ``Reader``, entered only if it is needed.
 
     Raises ``FeatureError`` for a row without complete readouts.
     """
-    todo = [row for row in rows if not store.has(row.messages)]
+    todo = [row for row in rows if not store.has(row.messages) or any(extra.lacks(row) for extra in extras)]
     done = len(rows) - len(todo)
     if progress is not None:
         progress(done)
@@ -136,12 +127,33 @@ def read_features(
         with open_reader() as reader:
             for start in range(0, len(todo), ROWS_AT_ONCE):
                 some = todo[start : start + ROWS_AT_ONCE]
-                for row, readouts in zip(some, reader.read([row.messages for row in some]), strict=True):
-                    store.put(row.messages, reading_of(row, readouts, store.plan))
+                _read_some(some, store, reader, extras)
                 done += len(some)
                 if progress is not None:
                     progress(done)
     return stacked(rows, store)
+
+
+def _read_some(rows: Sequence[Row], store: FeatureStore, reader: Reader, extras: Sequence[Extra]) -> None:
+    unread = [not store.has(row.messages) for row in rows]
+    lacking = [[extra for extra in extras if extra.lacks(row)] for row in rows]
+    specs = [
+        spec_of(
+            row.messages,
+            [
+                *([plan_captures(store.plan, row.messages)] if is_unread else []),
+                *(extra.captures for extra in its),
+            ],
+        )
+        for row, is_unread, its in zip(rows, unread, lacking, strict=True)
+    ]
+    answer_tokens = max((extra.captures.answer_tokens for its in lacking for extra in its), default=0)
+    found = reader.read([row.messages for row in rows], specs, answer_tokens)
+    for row, is_unread, its, readouts in zip(rows, unread, lacking, found, strict=True):
+        if is_unread:
+            store.put(row.messages, reading_of(row, readouts, store.plan))
+        for extra in its:
+            extra.take(row, readouts)
 
 
 def stacked(rows: Sequence[Row], store: FeatureStore) -> Features:
@@ -176,13 +188,13 @@ def reading_of(row: Row, readouts: Readouts, plan: Plan) -> Reading:
     for layer in plan.layers:
         hidden = readouts.items.get(f"last{layer}")
         if not isinstance(hidden, HiddenReadout) or hidden.values is None:
-            raise FeatureError(f"{row.named}: no hidden state of layer {layer}: {_reason(hidden)}")
+            raise FeatureError(f"{row.named}: no hidden state of layer {layer}: {reason_of(hidden)}")
         last.append(hidden.values)
     states = []
     for layer in plan.window_layers:
         one = readouts.items.get(f"data{layer}")
         if not isinstance(one, RowsReadout) or one.values is None or not one.positions:
-            raise FeatureError(f"{row.named}: no hidden states of the data at layer {layer}: {_reason(one)}")
+            raise FeatureError(f"{row.named}: no hidden states of the data at layer {layer}: {reason_of(one)}")
         states.append(one.values)
     if not states:
         nothing = np.zeros((0, 0, last[0].shape[-1]), np.float32)
@@ -204,9 +216,5 @@ def _mass(row: Row, readouts: Readouts, plan: Plan) -> FloatArray:
         return np.zeros((0, 2), np.float32)
     attention = readouts.items.get("a")
     if not isinstance(attention, AttentionReadout) or attention.status != "complete":
-        raise FeatureError(f"{row.named}: no attention readout: {_reason(attention)}")
+        raise FeatureError(f"{row.named}: no attention readout: {reason_of(attention)}")
     return np.stack([attention.mass[INSTRUCTION], attention.mass[DATA]], axis=-1)
-
-
-def _reason(readout: Readout | None) -> str:
-    return "nothing came back" if readout is None else f"{readout.status} {readout.reason}".strip()

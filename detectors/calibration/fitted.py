@@ -12,14 +12,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from detectors.calibration.metrics import Labels, Scores, Tried, quality, thresholds
 from detectors.calibration.provenance import versions
 from detectors.model_config import Calibration, DataSource, ModelConfig, ModelInfo, Quality, Section
 from guard.model_weights import weights_sha256
 
-Pooling = Literal["last_token", "mean"]
+Pooling = Literal["last_token", "mean", "max"]
+PoolingChoice = Literal["last_token", "mean", "max", "best"]
+"""``best``: whichever of them is."""
+ONE_POOLING: tuple[Pooling, ...] = get_args(Pooling)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Job:
     kinds: tuple[str, ...]
     seed: int
     command: str
-    pooling: Pooling = "last_token"
+    pooling: PoolingChoice = "last_token"
     """At which tokens the probe reads."""
 
     @property

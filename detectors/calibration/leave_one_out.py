@@ -15,9 +15,10 @@ from detectors.calibration.demands import LEAST_MEASURED
 from detectors.calibration.evaluation import SLICE_ROUNDS, Measured, measured
 from detectors.calibration.features import Features
 from detectors.calibration.fit_combination import fit_combination
-from detectors.calibration.fit_probe import Choice, LabelledRows, refit
+from detectors.calibration.fit_probe import refit
 from detectors.calibration.logistic import Linear, calibrate
 from detectors.calibration.metrics import Labels, Scores
+from detectors.calibration.probe_candidates import Choice, LabelledRows
 from detectors.calibration.rows import Row
 from detectors.calibration.scoring import combined
 from detectors.combination import Combination, CombinationConfig
@@ -32,13 +33,14 @@ Index = npt.NDArray[np.int64]
 def leave_one_out(
     rows: Sequence[Row],
     features: Features,
-    choice: Choice,
+    choice: Choice | None,
     seed: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, dict[str, Measured]]:
     """Kind of ``KINDS`` -> set -> measures.
 
-    ``choice``: layers and tokens, which stay those of the whole calibration; everything else is fitted anew.
+    ``choice``: layers and tokens, which stay those of the whole calibration; everything else is fitted anew. None:
+    text alone is measured.
     A set's rows of all splits count, together with held-out benign rows of the other sets, which neither saw.
     """
     labels = np.array([row.label == "attack" for row in rows], dtype=np.int64)
@@ -80,26 +82,26 @@ def _scores(
     features: Features,
     labels: Labels,
     parts: tuple[Index, Index, Index],
-    choice: Choice,
+    choice: Choice | None,
     seed: int,
 ) -> dict[str, Scores]:
     """By kind ``[test rows]``. The combination is fitted to scores of rows that its inputs did not see."""
     train, validation, test = parts
     both = np.concatenate([train, validation])
     groups = [rows[i].group for i in both]
+    texts = [row.text for row in rows]
+    text = fit_baseline([texts[i] for i in train], labels[train], [texts[i] for i in validation], labels[validation])
+    text_unseen = unseen_scores(text, [texts[i] for i in both], labels[both], groups, seed)
+    scaling = calibrate(Linear(np.zeros(0), 0.0), text_unseen, labels[both])
+    found = {"text_baseline": np.asarray(sigmoid(scaling.scores(baseline_scores(text, [texts[i] for i in test]))))}
+    if choice is None:
+        return found
     seen, checked = (
         LabelledRows(features.part(index), labels[index], [rows[i].group for i in index])
         for index in (train, validation)
     )
     probe = refit(seen, checked, choice, seed)
-    texts = [row.text for row in rows]
-    text = fit_baseline([texts[i] for i in train], labels[train], [texts[i] for i in validation], labels[validation])
-    text_unseen = unseen_scores(text, [texts[i] for i in both], labels[both], groups, seed)
-    scaling = calibrate(Linear(np.zeros(0), 0.0), text_unseen, labels[both])
-    found = {
-        "probe": np.asarray(sigmoid(probe.logits(features.part(test)))),
-        "text_baseline": np.asarray(sigmoid(scaling.scores(baseline_scores(text, [texts[i] for i in test])))),
-    }
+    found = {"probe": np.asarray(sigmoid(probe.logits(features.part(test)))), **found}
     unseen = {
         "probe": np.asarray(sigmoid(probe.unseen)),
         "text_baseline": np.asarray(sigmoid(scaling.scores(text_unseen))),

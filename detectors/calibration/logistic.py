@@ -5,7 +5,7 @@ Owns the fit and its cross-validation. Knows nothing about layers or files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from sklearn.model_selection import StratifiedGroupKFold  # type: ignore[import-
 from detectors.calibration.metrics import Labels, Scores
 
 Matrix = npt.NDArray[np.float64]
+Index = npt.NDArray[np.int64]
 
 FOLDS = 5
 
@@ -55,10 +56,14 @@ class Rotated:
             self.right = right[:, kept].T
             self.rows = standard @ right[:, kept]
 
-    def fit(self, labels: Labels, regularisation: float) -> Linear:
-        """Logistic regression with an L2 penalty (``regularisation`` is scikit-learn's C), the scaling folded in."""
-        model = LogisticRegression(C=regularisation, class_weight="balanced", solver="newton-cholesky", max_iter=200)
-        model.fit(self.rows, labels)
+    def fit(self, labels: Labels, regularisation: float, weights: npt.NDArray[np.float64] | None = None) -> Linear:
+        """Logistic regression with an L2 penalty (``regularisation`` is scikit-learn's C), the scaling folded in.
+
+        weights: what each row counts; None for as much as makes both labels count the same.
+        """
+        balanced = "balanced" if weights is None else None
+        model = LogisticRegression(C=regularisation, class_weight=balanced, solver="newton-cholesky", max_iter=200)
+        model.fit(self.rows, labels, sample_weight=weights)
         weight = (model.coef_[0] @ self.right) / self.scale
         return Linear(weight, float(model.intercept_[0] - self.mean @ weight))
 
@@ -70,10 +75,15 @@ def fit(x: Matrix, labels: Labels, regularisation: float) -> Linear:
 def out_of_fold_logits(x: Matrix, labels: Labels, groups: Sequence[str], regularisation: float, seed: int) -> Scores:
     """Every row's logit from a fit that saw no row of its group."""
     logits = np.zeros(len(labels))
-    folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
-    for seen, unseen in folds.split(x, labels, groups):
+    for seen, unseen in folds(labels, groups, seed):
         logits[unseen] = fit(x[seen], labels[seen], regularisation).logits(x[unseen])
     return logits
+
+
+def folds(labels: Labels, groups: Sequence[str], seed: int) -> Iterator[tuple[Index, Index]]:
+    """Indices of rows to fit to and of the others; every row is one of the others once, and no group is in both."""
+    split = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
+    yield from split.split(np.zeros((len(labels), 1)), labels, groups)
 
 
 @dataclass(frozen=True)

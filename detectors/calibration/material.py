@@ -5,19 +5,31 @@ Owns the order: names and files are checked, then lengths, and only then an engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from detectors.calibration.as_read import AsRead, captures_of, lacking_taps, reads_beyond
+from detectors.calibration.captures import Extra
 from detectors.calibration.data import check_lengths, knows_tool_role, load_rows, template_of
-from detectors.calibration.demands import lacking, told
-from detectors.calibration.feature_store import FeatureStore
-from detectors.calibration.features import Features, Reader, full_plan, model_shape, read_features
+from detectors.calibration.demands import lacking, readable, told
+from detectors.calibration.feature_store import FeatureStore, Plan
+from detectors.calibration.features import (
+    Features,
+    Reader,
+    evenly_spaced,
+    full_plan,
+    model_shape,
+    read_features,
+)
 from detectors.calibration.positions import position_rows
-from detectors.calibration.readers import MAX_MODEL_LEN, http_reader, offline_reader, served_engine
+from detectors.calibration.readers import MAX_MODEL_LEN, Served, http_reader, offline_reader, served_engine
 from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
+from detectors.calibration.token_states import TOKEN_LAYERS, TokenStore
 from guard.model_weights import weights_sha256
 
 
@@ -35,12 +47,19 @@ class Request:
     """Of detectors that the rows are for, which may not be able to read all of them."""
     url: str | None = None
     api_key: str | None = None
+    with_token_states: bool = False
+    """Whether to read the state of every token of the data."""
+    detectors: Mapping[str, Any] = field(default_factory=dict)
+    """By kind, those to be measured: what one reads that is not kept of rows is read of held-out ones for it."""
 
 
 @dataclass(frozen=True)
 class Material:
+    """``as_read``: by kind, of detectors that read what is not kept of rows, their scores."""
+
     rows: Sequence[Row]
     features: Features
+    as_read: Mapping[str, AsRead] = field(default_factory=dict)
 
 
 def gather(
@@ -60,19 +79,61 @@ def gather(
     total(len(rows))
     say(f"reading {len(rows)} conversations with the model")
     shape, weights = model_shape(request.model), weights_sha256(request.model)
-    if request.url is not None:
-        url, key, served = request.url, request.api_key, served_engine(request.url, request.api_key)
-        served.check_shape(shape)
-        say(f"the engine serves {served.name}" + (f" in {served.dtype}" if served.dtype else ""))
-        store = FeatureStore(served.kept_under(weights), served.plan)
-        return Material(rows, read_features(rows, store, lambda: http_reader(url, key, served), progress))
-    plan = full_plan(shape)
+    if request.url is None:
+        return _read(request, rows, full_plan(shape), weights, say, progress)
+    served = served_engine(request.url, request.api_key)
+    served.check_shape(shape)
+    say(f"the engine serves {served.name}" + (f" in {served.dtype}" if served.dtype else ""))
+    return _read(request, rows, served.plan, served.kept_under(weights), say, progress, served)
+
+
+def _read(
+    request: Request,
+    rows: Sequence[Row],
+    plan: Plan,
+    model_key: str,
+    say: Callable[[str], None],
+    progress: Callable[[int], None] | None,
+    served: Served | None = None,
+) -> Material:
+    """model_key: for ``FeatureStore``; served: the engine at ``request.url``."""
+    as_read = {
+        kind: AsRead(
+            kind,
+            detector,
+            model_key,
+            partial(_measured, kind),
+            "" if served is None else lacking_taps(captures_of(detector), plan),
+        )
+        for kind, detector in request.detectors.items()
+        if reads_beyond(detector, plan)
+    }
+    tokens = _token_store(plan, model_key) if request.with_token_states else None
+    extras: list[Extra] = [*as_read.values(), *([tokens] if tokens else [])]
 
     def reader() -> AbstractContextManager[Reader]:
+        if request.url is not None and served is not None:
+            return http_reader(request.url, request.api_key, served)
         say("starting an engine")
-        return offline_reader(request.model, plan)
+        return offline_reader(request.model, plan, extras)
 
-    return Material(rows, read_features(rows, FeatureStore(weights, plan), reader, progress))
+    features = read_features(rows, FeatureStore(model_key, plan), reader, progress, extras)
+    if tokens is not None:
+        features = replace(features, token_states=tokens.states(rows))
+    return Material(rows, features, as_read)
+
+
+def _token_store(plan: Plan, model_key: str) -> TokenStore:
+    if not plan.window_layers:
+        raise DataError(
+            "the engine's max_hidden_rows_per_step is too small for the states of every token, which a probe of the "
+            "highest needs; start it with more, or calibrate without --url"
+        )
+    return TokenStore(model_key, evenly_spaced(plan.window_layers, min(TOKEN_LAYERS, len(plan.window_layers))))
+
+
+def _measured(kind: str, row: Row) -> bool:
+    return row.split == "held_out" and bool(readable(kind, [row]))
 
 
 def check_demands(kinds: Sequence[str], rows: Sequence[Row], say: Callable[[str], None]) -> None:

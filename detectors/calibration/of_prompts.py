@@ -23,12 +23,13 @@ from detectors.calibration.demands import lacking, readable
 from detectors.calibration.features import Features
 from detectors.calibration.fit_combination import fit_combination
 from detectors.calibration.fit_h_node import Statements
-from detectors.calibration.fit_probe import FittedProbe, LabelledRows, fit_probe
+from detectors.calibration.fit_probe import FittedProbe, fit_probe
 from detectors.calibration.fit_text_baseline import text_baseline_files, unseen_probabilities
 from detectors.calibration.fit_tool_risk import fit_tool_risk, tool_risk_files
 from detectors.calibration.fit_tracker import fit_tracker, tracker_scores
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
 from detectors.calibration.metrics import Labels, Scores, Tried
+from detectors.calibration.probe_candidates import LabelledRows
 from detectors.calibration.provenance import data_sources
 from detectors.calibration.rows import Row
 from detectors.calibration.scoring import combined

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from detectors.calibration.baseline import baseline_scores, fit_baseline
-from detectors.calibration.feature_store import FeatureStore, Plan, Reading
-from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, model_shape
+from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading
+from detectors.calibration.features import ROWS_AT_ONCE, model_shape
 from detectors.calibration.fit_science import fit_science, science_files
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
 from detectors.calibration.metrics import Tried

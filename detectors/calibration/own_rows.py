@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -72,11 +72,18 @@ def is_own(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Own:
-    """A row as it stands in its file, not divided yet."""
+    """A row as it stands in its file, not divided yet. source: what its file is called here; its name, if not given."""
 
     path: Path
     number: int
     checked: _Row
+    source: str = ""
+    id: str = ""
+    """Its own; where it has none, of file and number."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", self.source or self.path.name)
+        object.__setattr__(self, "id", self.id or self.checked.id or f"{self.source}-{self.number}")
 
     @property
     def text(self) -> str:
@@ -84,18 +91,18 @@ class Own:
 
     @property
     def family(self) -> str:
-        return self.checked.group or f"{self.path.name}:{self.checked.id or self.number}"
+        return self.checked.group or f"{self.source}:{self.checked.id or self.number}"
 
     @property
     def named(self) -> str:
         return f"{self.path}: row {self.number}"
 
     def row(self, group: str, split: Split) -> Row:
-        row, source = self.checked, self.path.name
+        row = self.checked
         tool = row.messages is not None and row.messages[-1].role == "tool"
         return Row(
-            id=row.id or f"{source}-{self.number}",
-            source=source,
+            id=self.id,
+            source=self.source,
             group=group,
             split=split,
             label=row.label,
@@ -108,17 +115,37 @@ class Own:
         )
 
 
-def read_own(path: Path) -> list[Own]:
+def read_files(paths: Sequence[Path]) -> list[Own]:
+    """Rows of all files, no two with one id. Raises ``DataError`` for the first malformed row."""
+    rows = [one for path, source in zip(paths, names_apart(paths), strict=True) for one in read_own(path, source)]
+    shared = Counter(one.id for one in rows)
+    return [replace(one, id=f"{one.source}:{one.id}") if shared[one.id] > 1 else one for one in rows]
+
+
+def names_apart(paths: Sequence[Path]) -> list[str]:
+    """What each of several files is called: its name, behind as many of its folders' as tell it from the others."""
+    parts = [path.absolute().parts for path in paths]
+    names = []
+    for own in parts:
+        alike = sum(other[-1:] == own[-1:] for other in parts)
+        depth = 1
+        while alike > 1 and depth < len(own):
+            depth += 1
+            alike = sum(other[-depth:] == own[-depth:] for other in parts)
+        names.append("/".join(own[-depth:]))
+    return names
+
+
+def read_own(path: Path, source: str = "") -> list[Own]:
     """The file's rows. Raises ``DataError`` for its first malformed row."""
-    rows = [Own(path, number, _checked(path, number, raw)) for number, raw in _raw_rows(path)]
+    rows = [Own(path, number, _checked(path, number, raw), source) for number, raw in _raw_rows(path)]
     if not rows:
         raise DataError(f"{path}: has no rows")
     seen: set[str] = set()
     for one in rows:
-        name = one.checked.id or f"{path.name}-{one.number}"
-        if name in seen:
-            raise DataError(f"{path}: row {one.number}: id: {name!r} is there twice")
-        seen.add(name)
+        if one.id in seen:
+            raise DataError(f"{path}: row {one.number}: id: {one.id!r} is there twice")
+        seen.add(one.id)
     return rows
 
 
@@ -136,7 +163,7 @@ def divided_own(
     for group, alike in zip(groups, near, strict=True):
         where.setdefault(group, Counter()).update(named[i].split for i in alike)
     free = [i for i, group in enumerate(groups) if not where[group]]
-    strata = [f"{own[i].path.name}:{own[i].checked.label}" for i in free]
+    strata = [f"{own[i].source}:{own[i].checked.label}" for i in free]
     splits = assign_splits([groups[i] for i in free], strata, seed)
     splits |= {group: max(SPLITS, key=lambda split: found[split]) for group, found in where.items() if found}
     joined: dict[str, Counter[str]] = {}

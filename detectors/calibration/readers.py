@@ -10,23 +10,18 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from detectors.calibration.demands import has_instruction
-from detectors.calibration.feature_store import Plan
-from detectors.calibration.features import (
-    WINDOW_LAYERS,
-    WINDOW_TOKENS,
-    FeatureError,
-    ModelShape,
-    evenly_spaced,
-    spec_of,
-)
+from detectors.calibration.captures import Extra
+from detectors.calibration.feature_store import FeatureError, Plan
+from detectors.calibration.features import WINDOW_LAYERS, WINDOW_TOKENS, ModelShape, evenly_spaced
 from guard.mia.client import MiaClient
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import Readouts
+from guard.mia.spec import MiaSpec
 
 MAX_MODEL_LEN = 4096
 ROWS_PER_STEP = 8192
@@ -40,31 +35,35 @@ Conversation = Sequence[dict[str, str]]
 @dataclass(frozen=True)
 class OfflineReader:
     llm: Any
-    plan: Plan
 
-    def read(self, conversations: Sequence[Conversation]) -> list[Readouts]:
-        found: dict[int, Readouts] = {}
-        # The engine reads the same of all that it is given at once.
-        for instructed in (True, False):
-            at = [i for i, one in enumerate(conversations) if has_instruction(one) is instructed]
-            if at:
-                some = [conversations[i] for i in at]
-                found |= zip(at, self.llm.read(some, spec_of(self.plan, some[0])), strict=True)
-        return [found[i] for i in range(len(conversations))]
+    def read(
+        self, conversations: Sequence[Conversation], specs: Sequence[MiaSpec], answer_tokens: int
+    ) -> list[Readouts]:
+        answers = self.llm.chat(conversations, specs, max_tokens=1 + answer_tokens)
+        return [of_all_stages(answer.readouts) for answer in answers]
 
 
 @contextmanager
-def offline_reader(model: Path, plan: Plan) -> Iterator[OfflineReader]:
+def offline_reader(model: Path, plan: Plan, extras: Sequence[Extra] = ()) -> Iterator[OfflineReader]:
     """A reader with an engine of its own, which ends with it."""
+    parts = [extra.captures for extra in extras]
+    layers = {*plan.layers, *plan.window_layers, *(one.layer for part in parts for one in part.hidden.values())}
+    heads = {*plan.heads, *(head for part in parts for one in part.attention.values() for head in one.heads)}
     config = EngineConfig(
-        hidden_layers=plan.layers,
-        attention_heads=plan.heads,
+        hidden_layers=tuple(sorted(layers)),
+        attention_heads=tuple(sorted(heads)),
         max_hidden_rows_per_step=ROWS_PER_STEP,
         max_host_bytes=HOST_BYTES,
         max_shared_bytes=HOST_BYTES,
     )
     with open_engine(model, config) as llm:
-        yield OfflineReader(llm, plan)
+        yield OfflineReader(llm)
+
+
+def of_all_stages(readouts: Sequence[Readouts]) -> Readouts:
+    """What came with the prompt and what came with the answer, as one. There is no answer's last token in it: it is
+    never fed to the model."""
+    return replace(readouts[0], items={name: item for one in readouts for name, item in one.items.items()})
 
 
 def open_engine(model: Path, config: EngineConfig, **vllm_args: Any) -> Any:
@@ -85,25 +84,26 @@ class HttpReader:
 
     client: MiaClient
     model: str
-    plan: Plan
 
-    def read(self, conversations: Sequence[Conversation]) -> list[Readouts]:
+    def read(
+        self, conversations: Sequence[Conversation], specs: Sequence[MiaSpec], answer_tokens: int
+    ) -> list[Readouts]:
         with ThreadPoolExecutor(HTTP_CONNECTIONS) as pool:
-            return list(pool.map(self._read_one, conversations))
+            return list(pool.map(partial(self._read_one, answer_tokens), conversations, specs))
 
-    def _read_one(self, conversation: Conversation) -> Readouts:
+    def _read_one(self, answer_tokens: int, conversation: Conversation, spec: MiaSpec) -> Readouts:
         answer = self.client.generate(
             list(conversation),
             self.model,
-            max_tokens=1,
+            max_tokens=1 + answer_tokens,
             temperature=0.0,
             capture=False,
-            extra_xargs={"mia": spec_of(self.plan, conversation).to_wire()},
+            extra_xargs={"mia": spec.to_wire()},
         )
         event = getattr(answer, "mia", None)
         if event is None or "readouts" not in event:
             raise FeatureError("the engine answered without readouts: is it a vLLM with the plugin mia?")
-        return Readouts.from_wire(event["readouts"][0])
+        return of_all_stages([Readouts.from_wire(one) for one in event["readouts"]])
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def http_reader(base_url: str, api_key: str | None, served: Served) -> Iterator[
     import openai
 
     try:
-        yield HttpReader(MiaClient(base_url, api_key=api_key), served.name, served.plan)
+        yield HttpReader(MiaClient(base_url, api_key=api_key), served.name)
     except openai.APIError as error:
         raise FeatureError(f"the engine at {base_url}: {error.message}") from error
 

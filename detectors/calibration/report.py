@@ -57,7 +57,7 @@ def _evaluation(evaluation: Json) -> list[str]:
         ),
         "",
         "Each set left out of fitting, then measured with all its rows (AUROC; caught at 1 % false positives among the "
-        "rows it is compared with):",
+        f"rows it is compared with){_left_out_of(about)}:",
         "",
         *_left_out(detectors),
         "",
@@ -66,6 +66,12 @@ def _evaluation(evaluation: Json) -> list[str]:
         *_by(detectors, "combination", "fpr_1pct"),
     ]
     return lines
+
+
+def _left_out_of(about: Json) -> str:
+    """By which run, where another than the rest: thresholds change without anything being fitted anew."""
+    run = about.get("left_out_of")
+    return f", by `{run['command']}` of {run['date']}" if run else ""
 
 
 def _left_out(detectors: Json) -> list[str]:

@@ -11,7 +11,8 @@ import numpy as np
 
 from detectors.attention_tracker import DATA, INSTRUCTION
 from detectors.base import CapturePlan, Detector, EngineProbe, Score
-from detectors.calibration.features import FeatureError, Features
+from detectors.calibration.feature_store import FeatureError
+from detectors.calibration.features import Features
 from detectors.calibration.metrics import Scores
 from detectors.calibration.rows import Row
 from detectors.combination import Combination

@@ -21,7 +21,8 @@ import numpy as np
 import yaml
 from safetensors.numpy import save_file
 
-from detectors.calibration.features import FeatureError, model_shape
+from detectors.calibration.feature_store import FeatureError
+from detectors.calibration.features import model_shape
 from detectors.calibration.fitted import Job
 from detectors.calibration.provenance import versions
 from detectors.calibration.readers import open_engine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -118,23 +117,6 @@ def test_rows_that_no_tool_returned_are_evaluated_and_the_detector_of_tool_calls
     assert set(report(calibrated.model)["detectors"]) == set(KINDS) - {"tool_call_risk"}
     assert list(report(calibrated.model)["about"]["not_evaluated"]) == ["tool_call_risk"]
     assert "not_evaluated" in (calibrated.model.parent / "report" / "report.html").read_text(encoding="utf-8")
-
-
-def test_a_detector_that_reads_what_is_not_kept_is_told_and_the_others_are_evaluated(
-    calibrated: Calibrated, tmp_path: Path
-) -> None:
-    configs = tmp_path / "configs"
-    shutil.copytree(calibrated.model.parent / "configs", configs)
-    for kind, params in (("probe", {"pooling": "max"}), ("attention_tracker", {"windows": {}})):
-        content = json.loads((configs / kind / "tiny.json").read_text(encoding="utf-8"))
-        content["params"] |= params
-        (configs / kind / "tiny.json").write_text(json.dumps(content), encoding="utf-8")
-    outcome = evaluate(calibrated.model, configs, calibrated.tools)
-    assert outcome.exit_code == 0, outcome.output
-    assert "probe is not evaluated: the max of layer" in flat(outcome)
-    assert "attention_tracker is not evaluated: attention on each token" in flat(outcome)
-    assert set(report(calibrated.model)["detectors"]) == {"text_baseline", "tool_call_risk"}
-    assert set(report(calibrated.model)["about"]["not_evaluated"]) == {"probe", "attention_tracker", "combination"}
 
 
 @pytest.mark.parametrize("command", [["calibrate", "probe"], ["eval"]])

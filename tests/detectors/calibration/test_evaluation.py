@@ -13,9 +13,10 @@ import pytest
 from detectors.attention_tracker import AttentionTracker
 from detectors.calibration.eval_report import html
 from detectors.calibration.evaluation import Rated, as_json, bucket_of, measured, report_of
-from detectors.calibration.features import FeatureError, Features
-from detectors.calibration.fit_probe import Choice
+from detectors.calibration.feature_store import FeatureError
+from detectors.calibration.features import Features
 from detectors.calibration.leave_one_out import fold, leave_one_out
+from detectors.calibration.probe_candidates import Choice
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.scoring import scores_of
 from detectors.probe import Probe

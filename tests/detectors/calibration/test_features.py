@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from detectors.calibration.feature_store import FeatureStore, Plan
-from detectors.calibration.features import ROWS_AT_ONCE, FeatureError, ModelShape, read_features, spec_of
+from detectors.calibration.captures import plan_captures
+from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan
+from detectors.calibration.features import ROWS_AT_ONCE, ModelShape, read_features
 from detectors.calibration.readers import Served
 from detectors.calibration.rows import Row
 from guard.mia.results import AttentionReadout, HiddenReadout, Readouts, RowsReadout
+from guard.mia.spec import MiaSpec
 
 PLAN = Plan(layers=(1, 2), heads=((1, 0),), window_layers=(2,), window_tokens=4)
 SIZE = 3
@@ -48,7 +50,10 @@ class CountingReader:
     seen: list[int] = field(default_factory=list)
     pause_s: float = 0.0
 
-    def read(self, conversations: list[tuple[dict[str, str], ...]]) -> list[Readouts]:
+    def read(
+        self, conversations: list[tuple[dict[str, str], ...]], specs: list[MiaSpec], answer_tokens: int
+    ) -> list[Readouts]:
+        assert answer_tokens == 0
         time.sleep(self.pause_s)
         return [self._one(int(conversation[-1]["content"])) for conversation in conversations]
 
@@ -85,8 +90,8 @@ def test_features_are_what_was_read(tmp_path: Path) -> None:
 
 def test_of_a_row_without_an_instruction_no_attention_is_read(tmp_path: Path) -> None:
     rows = rows_of(2, {"role": "assistant", "content": "Hello."})
-    assert spec_of(PLAN, rows[0].messages).attention == {}
-    assert set(spec_of(PLAN, rows_of(1)[0].messages).attention) == {"a"}
+    assert plan_captures(PLAN, rows[0].messages).attention == {}
+    assert set(plan_captures(PLAN, rows_of(1)[0].messages).attention) == {"a"}
     features = read_features(rows, FeatureStore("m", PLAN, tmp_path), CountingReader().opened)
     assert np.isnan(features.mass).all()
     assert np.isfinite(features.hidden).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from detectors.calibration.data import chosen_sets, load_rows
 from detectors.calibration.own_rows import Own, _Row, divided_own, own_rows
 from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
+from tests.detectors.calibration.tiny_model import texts as random_texts
 
 app = typer.Typer()
 app.command()(calibrate)
@@ -197,6 +199,27 @@ def test_a_file_that_is_given_twice_counts_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     _, files = chosen_sets(["mine.jsonl", "./mine.jsonl", str(path), "link.jsonl"])
     assert files == [Path("mine.jsonl")]
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders_and_share_no_row_ids_and_no_groups(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "rows.jsonl" for folder in ("one/x", "two/x", "three/y")]
+    for k, path in enumerate(paths):
+        path.parent.mkdir(parents=True)
+        rows = [
+            {"label": label, "text": text, **({"id": f"{label}{i}"} if i % 2 else {})}
+            for label in ("benign", "attack")
+            for i, text in enumerate(random_texts(70, f"{k}{label}"))
+        ]
+        path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    rows = load_rows([str(path) for path in paths], 0, None, False)
+    assert {row.source for row in rows} == {"one/x/rows.jsonl", "two/x/rows.jsonl", "y/rows.jsonl"}
+    assert len(rows) == 3 * 140
+    assert len({row.id for row in rows}) == len(rows)
+    assert max(Counter(row.group for row in rows).values()) == 1
+    assert len(load_rows([str(path) for path in paths], 0, 280, False)) == 280
+    alone = load_rows([str(paths[0])], 0, None, False)
+    assert {row.source for row in alone} == {"rows.jsonl"}
+    assert {row.id for row in alone} >= {"benign1", "attack69", "rows.jsonl-1"}
 
 
 def test_a_suffix_in_capitals_is_the_same_format(tmp_path: Path) -> None:

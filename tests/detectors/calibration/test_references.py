@@ -12,7 +12,7 @@ from safetensors.numpy import load, save_file
 from detectors.calibration import of_claims, of_references
 from detectors.calibration.baseline import baseline_scores, fit_baseline
 from detectors.calibration.claims import Claim
-from detectors.calibration.features import FeatureError
+from detectors.calibration.feature_store import FeatureError
 from detectors.calibration.fitted import Job, write
 from detectors.calibration.metrics import auroc
 from detectors.calibration.references import OTHER_WORDS, WHEELS_NEEDED, Pair, pairs

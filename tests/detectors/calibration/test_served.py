@@ -12,8 +12,8 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from detectors.attention_tracker import AttentionTracker
-from detectors.calibration.feature_store import FeatureStore
-from detectors.calibration.features import FeatureError, ModelShape, model_shape, read_features
+from detectors.calibration.feature_store import FeatureError, FeatureStore
+from detectors.calibration.features import ModelShape, model_shape, read_features
 from detectors.calibration.readers import http_reader, served_engine
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.scoring import scores_of
