@@ -160,7 +160,8 @@ class Router:
         length = tracked.prompt_len
         rows = sum(min(end, length) - start for start, end in tracked.intervals[name] if start < length)
         if isinstance(capture, HiddenCapture):
-            return 4 * rows * self._buffers.hidden_pool.shape[1]
+            # A mean is added up in float64, whatever it is of.
+            return (8 if capture.average else 4 * rows) * self._buffers.hidden_pool.shape[1]
         if isinstance(capture, ProbeCapture):
             return 4 * rows
         if isinstance(capture, QKCapture):
