@@ -1,7 +1,8 @@
 """vLLM's front end, in the API server or offline: specs go in resolved, readouts come out at their request.
 
 Relies on (vLLM 0.29): HfRenderer.{render_messages, render_messages_async}, safe_apply_chat_template,
-BaseRenderer.{process_for_engine, process_for_engine_async},
+BaseRenderer.{tokenize_prompt, tokenize_prompt_async, process_for_engine, process_for_engine_async},
+TokenizeParams.return_token_offsets,
 AsyncLLM.generate, InputProcessor.process_inputs, OutputProcessor.{add_request, process_outputs, request_states},
 RequestState.{external_req_id, request_index, stats}, RequestStateStats.{queued_ts, scheduled_ts},
 EngineCoreOutput.kv_transfer_params,
@@ -19,13 +20,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
+from vllm.renderers.params import TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -206,6 +208,8 @@ def install() -> None:
     """Wrap vLLM's front-end methods. Safe to call once per process, before any engine exists."""
     wrap(HfRenderer, "render_messages", _render_messages)
     wrap(HfRenderer, "render_messages_async", _render_messages_async)
+    wrap(BaseRenderer, "tokenize_prompt", _tokenize_prompt)
+    wrap(BaseRenderer, "tokenize_prompt_async", _tokenize_prompt_async)
     wrap(BaseRenderer, "process_for_engine", _process_for_engine)
     wrap(BaseRenderer, "process_for_engine_async", _process_for_engine_async)
     wrap(AsyncLLM, "generate", _generate)
@@ -228,6 +232,23 @@ async def _render_messages_async(original: Any, renderer: HfRenderer, messages: 
     if context is not None and context.spec.needs_messages:
         context.messages = await asyncio.to_thread(_locate, renderer, messages, conversation, prompt, params)
     return conversation, prompt
+
+
+def _tokenize_prompt(original: Any, renderer: BaseRenderer, prompt: Any, params: Any) -> Any:
+    return original(renderer, prompt, _with_offsets(params))
+
+
+async def _tokenize_prompt_async(original: Any, renderer: BaseRenderer, prompt: Any, params: Any) -> Any:
+    return await original(renderer, prompt, _with_offsets(params))
+
+
+def _with_offsets(params: TokenizeParams) -> TokenizeParams:
+    """Where a spec names messages, where their characters went: whichever route asks, as only some requests have a
+    field for it."""
+    context = _current.get()
+    if context is None or not context.spec.needs_messages:
+        return params
+    return replace(params, return_token_offsets=True)
 
 
 def _locate(

@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,13 +149,12 @@ class MiaLLM:
             self.engine_config.check(one, vectors)
         renderer = self.llm.renderer
         chat_params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
-        tokenize = replace(renderer.default_chat_tok_params, return_token_offsets=True)
         contexts: dict[str, RequestContext] = {}
         with self._whole_batch() as add:
             for conversation, one in zip(conversations, specs, strict=True):
                 context = RequestContext(one, vectors, self.engine_facts)
                 with active(context):
-                    _, (rendered,) = renderer.render_chat([list(conversation)], chat_params, tokenize)
+                    _, (rendered,) = renderer.render_chat([list(conversation)], chat_params)
                     request_id = add(rendered, SamplingParams(**{"temperature": 0.0, **sampling}), context)
                 contexts[request_id] = context
         outputs = self._run(progress)

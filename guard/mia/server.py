@@ -91,8 +91,6 @@ class MiaMiddleware:
             self._taps.max_answer_bytes,
             progress,
         )
-        if spec.needs_messages:
-            request["return_token_offsets"] = True
         # The engine gets the very object that was checked, however the text spelt it.
         if "mia" not in request["vllm_xargs"]:
             request["vllm_xargs"] = {**without_keys(request["vllm_xargs"]), "mia": spec.to_wire()}

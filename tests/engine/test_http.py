@@ -103,6 +103,23 @@ async def test_readouts_are_the_same_in_all_three_forms_and_the_answer_is_untouc
     assert streamed.rstrip().endswith(b"data: [DONE]")
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/responses", {"instructions": MESSAGES[0]["content"], "input": MESSAGES[1]["content"]}),
+        ("/v1/messages", {"system": MESSAGES[0]["content"], "messages": MESSAGES[1:], "max_tokens": 12}),
+    ],
+)
+async def test_spans_of_messages_are_found_whichever_api_they_come_through(
+    engine: Engine, path: str, asked: dict[str, Any]
+) -> None:
+    spec = {"vllm_xargs": {"mia": json.dumps(engine.reading)}}
+    status, _, raw = await engine.post({"model": MODEL, "temperature": 0, **asked, **spec}, path=path)
+    _, _, as_chat = await engine.post(body(engine.reading))
+    assert status == 200, raw
+    assert_same(one(json.loads(raw)["mia"]), one(json.loads(as_chat)["mia"]))
+
+
 async def test_every_choice_and_only_requests_that_ask_have_readouts(engine: Engine) -> None:
     _, _, several = await engine.post(body(engine.reading, n=3, temperature=1.0, seed=1))
     assert sorted(wire["choice_index"] for wire in json.loads(several)["mia"]["readouts"]) == [0, 1, 2]
