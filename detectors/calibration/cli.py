@@ -178,7 +178,8 @@ def _calibrate(job: Job, request: Request, out: Path) -> None:
             for path in calibrate_steering(job, out, reporter.say):
                 reporter.say(f"wrote {path}")
         if set(KINDS) & set(fitted):
-            again = shlex.join([*kinds_and(request.data, request.most_rows or 0), "--model", job.model_id])
+            at = ["--url", request.url] if request.url else []
+            again = shlex.join([*kinds_and(request.data, request.most_rows or 0), "--model", job.model_id, *at])
             reporter.say(f"to evaluate: guard eval --model-configs {shlex.quote(str(out))} {again} --seed {job.seed}")
 
 

@@ -151,6 +151,11 @@ def served_engine(base_url: str, api_key: str | None) -> Served:
     try:
         told: Any = client.get("/mia/capabilities", cast_to=object)
         models: Any = client.get("/models", cast_to=object)
+    except openai.NotFoundError as error:
+        raise FeatureError(
+            f"the engine at {base_url} does not say what it has taps for (404): the address ends in /v1, and vLLM is "
+            "started with VLLM_PLUGINS=mia, --middleware guard.mia.server.MiaMiddleware and taps"
+        ) from error
     except openai.APIError as error:
         raise FeatureError(f"the engine at {base_url}: {error.message}") from error
     # An adapter's card names the model that it changes.

@@ -98,3 +98,9 @@ def _last(output: Any) -> np.ndarray:
     hidden = output[0] if isinstance(output, tuple) else output
     values: np.ndarray = hidden[0, -1].numpy()
     return values
+
+
+def test_a_server_that_has_no_taps_to_tell_of_is_told_how_to_start(running_pair: RunningPair) -> None:
+    # The proxy has no such route, as a vLLM without the plugin has none.
+    with pytest.raises(FeatureError, match=r"does not say what it has taps for \(404\): .* VLLM_PLUGINS=mia"):
+        served_engine(f"{running_pair.proxy_url}/v1", None)
