@@ -16,6 +16,7 @@ from guard.help_texts import QUERY_END, SHOW_END, STATS_END, TAIL_END, VERIFY_EN
 
 if TYPE_CHECKING:
     from guard.telemetry.chain import Secret
+    from guard.telemetry.content import Captured
     from guard.telemetry.ledger_check import Anchor
 
 ledger_app = typer.Typer(
@@ -59,7 +60,9 @@ def tail(
 @ledger_app.command("query", epilog=QUERY_END)
 def query(
     ledger: LedgerOption = None,
-    request: Annotated[str | None, typer.Option(help="The request of this id.")] = None,
+    request: Annotated[
+        str | None, typer.Option(help="The request of this id, then those whose client sent it.")
+    ] = None,
     action: Annotated[str | None, typer.Option(help="What was decided: allow, flag, block, …")] = None,
     policy: Annotated[str | None, typer.Option(help="Which policy judged.")] = None,
     rule: Annotated[str | None, typer.Option(help="Which rule hit, in shadow too.")] = None,
@@ -79,7 +82,7 @@ def query(
     """Show requests that fit, the newest first."""
     from guard.telemetry.families import ACTIONS
     from guard.telemetry.ledger_query import Query, matching
-    from guard.telemetry.ledger_reader import LedgerReadError, find
+    from guard.telemetry.ledger_reader import LedgerReadError, find_all
     from guard.telemetry.record import Outcome
 
     _check_known("--action", action, ACTIONS)
@@ -90,11 +93,12 @@ def query(
     wanted = Query(values, rule, _scores(score or []), _utc(since), _utc(until))
     try:
         if request is not None:
-            entry = find(path, request)
-            found = iter([entry] if entry is not None and wanted.fits(entry) else [])
+            of_id = find_all(path, request)
+            own = [of_id.own] if of_id.own is not None and wanted.fits(of_id.own) else []
+            others = [one for one in of_id.of_clients if wanted.fits(one)][: limit - len(own)]
+            count = _print(own, as_json=as_json) + _print(others, as_json=as_json, of_client=True)
         else:
-            found = itertools.islice(matching(path, wanted), limit)
-        count = _print(found, as_json=as_json)
+            count = _print(itertools.islice(matching(path, wanted), limit), as_json=as_json)
     except LedgerReadError as error:
         _fail(str(error))
     if not count and wanted.scores:
@@ -107,26 +111,27 @@ def show(
     request: Annotated[str, typer.Argument(help="The request's id.")],
     ledger: LedgerOption = None,
     content: Annotated[bool, typer.Option("--content", help="Its text too, if its policy had it captured.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it in one line.")] = False,
 ) -> None:
-    """Print all that is known of one request, as JSON."""
-    from dataclasses import asdict
-
-    from guard.telemetry.ledger_reader import UNCHAINED, LedgerReadError, captured, chained, find
+    """Print all that is known of a request, as JSON; by an id of the client's, of every request that has it."""
+    from guard.telemetry.ledger_reader import LedgerReadError, captured_of, find_all
 
     path = ledger or _own_ledger()
     try:
-        entry = find(path, request)
-        text = captured(path, request) if content else None
+        found = find_all(path, request)
+        told = [found.own] if found.own is not None else list(found.of_clients)
+        texts = [captured_of(path, entry) if content else None for entry in told]
     except LedgerReadError as error:
         _fail(str(error))
-    if entry is None:
+    if not told:
         _fail(f"{path}: has no request {request!r}")
-    told: dict[str, Any] = {"entry": entry}
-    if not chained(entry):
-        told["warning"] = UNCHAINED
-    if content:
-        told["content"] = None if text is None else asdict(text)
-    typer.echo(json.dumps(told, indent=2, default=str))
+    for entry, text in zip(told, texts, strict=True):
+        whole = _whole(entry, text, content=content, of_client=found.own is None)
+        typer.echo(json.dumps(whole, default=str, **({"separators": (",", ":")} if as_json else {"indent": 2})))
+    if found.own is None:
+        typer.echo(
+            f"guard: no request has the id {request!r} from the guard; {len(told)} have it from their clients", err=True
+        )
 
 
 @ledger_app.command("verify", epilog=VERIFY_END)
@@ -192,13 +197,33 @@ def stats(
             typer.echo(line)
 
 
-def _print(entries: Iterable[dict[str, Any]], *, as_json: bool) -> int:
-    """As they come; how many there were."""
+def _whole(entry: dict[str, Any], text: Captured | None, *, content: bool, of_client: bool) -> dict[str, Any]:
+    """One request as ``show`` prints it."""
+    from dataclasses import asdict
+
+    from guard.telemetry.ledger_reader import OF_CLIENT, UNCHAINED, chained
+
+    told: dict[str, Any] = {"found_by": OF_CLIENT} if of_client else {}
+    told["entry"] = entry
+    if not chained(entry):
+        told["warning"] = UNCHAINED
+    if content:
+        told["content"] = None if text is None else asdict(text)
+    return told
+
+
+def _print(entries: Iterable[dict[str, Any]], *, as_json: bool, of_client: bool = False) -> int:
+    """As they come; how many there were. ``of_client``: they were found by an id that their clients sent."""
+    from guard.telemetry.ledger_reader import OF_CLIENT
     from guard.telemetry.ledger_stats import one_line
 
     count = 0
     for entry in entries:
-        typer.echo(json.dumps(entry, separators=(",", ":")) if as_json else one_line(entry))
+        if as_json:
+            marked = {"found_by": OF_CLIENT, **entry} if of_client else entry
+            typer.echo(json.dumps(marked, separators=(",", ":")))
+        else:
+            typer.echo(one_line(entry) + ("  (by the client's id)" if of_client else ""))
         count += 1
     return count
 

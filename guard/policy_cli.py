@@ -140,6 +140,8 @@ def explain(
             entry = find_request(ledger or _own_ledger(), request)
         except LedgerReadError as error:
             _fail(str(error))
+        if entry.request_id != request:
+            typer.echo(f"{request!r} is the client's id; the request's own is {entry.request_id}")
     for option in score or ():
         name, _, value = option.partition("=")
         if name not in loaded.policy.detectors:

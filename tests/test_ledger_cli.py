@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 
 from detectors.base import Score
 from guard.cli import app
+from guard.policy.recorded import find_request
 from guard.telemetry.chain import Secret
 from guard.telemetry.content import Captured, PromptText, file_of, keep
 from guard.telemetry.ledger_file import Keeping, LedgerFile
 from guard.telemetry.ledger_files import content_folder, ledger_files, rotated_files
+from guard.telemetry.ledger_reader import LedgerReadError
 from tests.telemetry.records import blocked, record
 
 runner = CliRunner()
@@ -132,6 +134,30 @@ def test_show_prints_one_request_and_says_when_no_text_was_kept(path: Path) -> N
     told = json.loads(out)
     assert (told["entry"]["action"], told["content"]) == ("block", None)
     assert ledger("show", "r-99", "--ledger", str(path))[0] == 2
+
+
+def test_an_id_that_a_client_sent_hides_nothing_and_is_told_as_the_clients(path: Path) -> None:
+    """The same for the one who asks by it: every request that has it comes."""
+    sent = [{**record(client_request_id=id_).to_entry(), "request_id": name} for name, id_ in OF_CLIENTS]
+    write(path, sent)
+    code, out, err = ledger("show", "r-3", "--ledger", str(path), "--json")
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert (json.loads(out)["entry"]["request_id"], "found_by" in json.loads(out)) == ("r-3", False)
+    code, out, _ = ledger("query", "--request", "r-3", "--ledger", str(path), "--json")
+    assert (code, ids(out)) == (0, ["r-3", "x-1", "x-0"])
+    assert [json.loads(line).get("found_by") for line in out.splitlines()] == [None, *["client_request_id"] * 2]
+    lines = ledger("query", "--request", "r-3", "--ledger", str(path))[1].splitlines()
+    assert [line.endswith("(by the client's id)") for line in lines] == [False, True, True]
+    code, out, err = ledger("show", "mine", "--ledger", str(path), "--json")
+    shown = [json.loads(line) for line in out.splitlines()]
+    assert [one["entry"]["request_id"] for one in shown] == ["x-3", "x-2"]
+    assert {one["found_by"] for one in shown} == {"client_request_id"}
+    assert err == "guard: no request has the id 'mine' from the guard; 2 have it from their clients\n"
+    with pytest.raises(LedgerReadError, match=r"2 requests have 'mine' from their clients; name one .*: x-3, x-2"):
+        find_request(path, "mine")
+
+
+OF_CLIENTS = (("x-0", "r-3"), ("x-1", "r-3"), ("x-2", "mine"), ("x-3", "mine"))
 
 
 def test_stats_count_all_files(path: Path) -> None:

@@ -14,7 +14,9 @@ from detectors.base import Score
 from guard.policy.loading import without_file
 from guard.policy.over_time import Spread
 from guard.policy.schema import Contract
-from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find
+from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find_all
+
+MOST_NAMED = 5
 
 UNDECIDED = "none"
 """The action of a request that did not come to a decision."""
@@ -93,8 +95,19 @@ def read_ledger(path: Path) -> Iterator[Recorded | None]:
 
 
 def find_request(path: Path, request_id: str) -> Recorded:
-    """The last entry of a request, by its own id or the client's. Raises ``LedgerReadError``."""
-    entry = find(path, request_id)
+    """The last entry of a request, by its own id, or by the client's where no request has it as its own and one client
+    sent it. Raises ``LedgerReadError``."""
+    of_id = find_all(path, request_id)
+    entry = of_id.own
+    if entry is None and of_id.of_clients:
+        entry, *others = of_id.of_clients
+        if others:
+            ids = ", ".join(str(one["request_id"]) for one in of_id.of_clients[:MOST_NAMED])
+            more = ", …" if len(of_id.of_clients) > MOST_NAMED else ""
+            raise LedgerReadError(
+                f"{path}: {len(of_id.of_clients)} requests have {request_id!r} from their clients; name one by its own "
+                f"id: {ids}{more}"
+            )
     found = None if entry is None else _recorded(entry)
     if found is None:
         raise LedgerReadError(f"{path}: has no request {request_id!r}")

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,12 @@ Entry = dict[str, Any]
 """One request, by the fields of ``guard.telemetry.record.ENTRY_FIELDS`` and ``chain``."""
 
 
+MOST_OF_CLIENTS = 1000
+"""Requests that are told by an id which clients sent: anybody may send one any number of times."""
+
 UNCHAINED = "this line is not in the chain: somebody put it there, or a version of the guard without a chain wrote it"
+OF_CLIENT = "client_request_id"
+"""The field that an entry was found by when its own id is another one."""
 
 
 class LedgerReadError(ValueError):
@@ -71,37 +77,72 @@ def recent(path: Path, count: int) -> list[Entry]:
     return found
 
 
+@dataclass(frozen=True)
+class Found:
+    """What has an id. ``own``: the request that the guard gave it to. ``of_clients``: the latest of those whose client
+    sent it as its own, the newest first; a client may send any id, another request's too."""
+
+    own: Entry | None
+    of_clients: tuple[Entry, ...]
+
+
 def find(path: Path, request_id: str) -> Entry | None:
-    """The latest entry of a request, by its own id or by the client's, which several may have.
+    """The latest entry of a request, by its own id only. Raises ``LedgerReadError``."""
+    return find_all(path, request_id, most=0).own
+
+
+def find_all(path: Path, request_id: str, most: int = MOST_OF_CLIENTS) -> Found:
+    """By its own id, and by the client's, of which at most ``most`` come. One that is in the chain goes before one
+    that is not, which somebody may have put there.
 
     Raises ``LedgerReadError``.
     """
+    of_clients: list[Entry] = []
+    own: Entry | None = None
+    for entry in _with_text(path, json.dumps(request_id).encode()):
+        if entry["request_id"] == request_id:
+            if own is None or (chained(entry) and not chained(own)):
+                own = entry
+        elif entry.get("client_request_id") == request_id and len(of_clients) < most:
+            of_clients.append(entry)
+        if len(of_clients) >= most and own is not None and chained(own):
+            break
+    return Found(own, tuple(of_clients))
+
+
+def _with_text(path: Path, text: bytes) -> Iterator[Entry]:
+    """Entries whose line has it, the newest first. Raises ``LedgerReadError``."""
     try:
         opened = open_all(path)
     except OSError as error:
         raise _unreadable(path, error) from None
     try:
         for _, file in reversed(opened):
-            for line in lines_with(file, json.dumps(request_id).encode()):
+            for line in lines_with(file, text):
                 entry = parsed(line)
-                if entry is not None and request_id in (entry["request_id"], entry.get("client_request_id")):
-                    return entry
+                if entry is not None:
+                    yield entry
     except OSError as error:
         raise _unreadable(path, error) from None
     finally:
         for _, file in opened:
             file.close()
-    return None
 
 
 def captured(path: Path, request_id: str) -> Captured | None:
-    """The text that was kept of a request. None when its policy allowed none, or its retention is over.
+    """The text that was kept of a request, by its own id only. None when its policy allowed none, or its retention is
+    over.
 
     Raises ``LedgerReadError``.
     """
     entry = find(path, request_id)
-    kept = entry.get("captured") if entry is not None else None
-    if entry is None or not isinstance(kept, dict):
+    return None if entry is None else captured_of(path, entry)
+
+
+def captured_of(path: Path, entry: Entry) -> Captured | None:
+    """As ``captured``, of an entry that was read before. Raises ``LedgerReadError``."""
+    kept = entry.get("captured")
+    if not isinstance(kept, dict):
         return None
     try:
         expires, sha256 = date.fromisoformat(str(kept["expires"])), str(kept["sha256"])

@@ -11,8 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from guard.telemetry.content import AnswerText, Captured, PromptText, digest, file_of
+from guard.telemetry.ledger_file import LedgerFile
 from guard.telemetry.ledger_files import content_folder, placed_backwards, rotated_path
-from guard.telemetry.ledger_reader import LedgerReadError, captured, entries, find, recent
+from guard.telemetry.ledger_reader import LedgerReadError, captured, entries, find, find_all, recent
 
 
 def entry(number: int, **fields: object) -> str:
@@ -49,11 +50,32 @@ def test_a_request_is_found_in_rotated_files_and_of_two_the_later_one(ledger: Pa
     assert (found := find(ledger, "r-2")) is not None
     assert found["again"]
     assert find(ledger, "r-99") is None
-    with ledger.open("a") as file:
-        file.write(entry(99, client_request_id="the client's"))
-    assert (found := find(ledger, "the client's")) is not None
-    assert found["number"] == 99
     assert find(ledger, 'r-2","x') is None
+
+
+def test_an_id_that_clients_sent_hides_no_request_that_has_it_as_its_own(ledger: Path) -> None:
+    with ledger.open("a") as file:
+        file.write("\n" + entry(99, client_request_id="r-2") + entry(98, client_request_id="r-2"))
+        file.write(entry(97, client_request_id="the client's"))
+    found = find_all(ledger, "r-2")
+    assert found.own is not None
+    assert (found.own["number"], [one["number"] for one in found.of_clients]) == (2, [98, 99])
+    assert (own := find(ledger, "r-2")) is not None
+    assert own["number"] == 2
+    assert find(ledger, "the client's") is None
+    found = find_all(ledger, "the client's")
+    assert (found.own, [one["number"] for one in found.of_clients]) == (None, [97])
+
+
+def test_a_line_that_is_not_in_the_chain_hides_none_that_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    file = LedgerFile(path)
+    assert file.append([entry(1).encode().strip()]) == (1, None)
+    file.close()
+    with path.open("a") as forged:
+        forged.write(entry(1, forged=True))
+    assert (found := find(path, "r-1")) is not None
+    assert "forged" not in found
 
 
 def test_a_ledger_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
