@@ -182,12 +182,17 @@ def stats(
 ) -> None:
     """Count requests by policy, action, outcome and rule; times and tokens."""
     from guard.telemetry.ledger_query import Query, matching
-    from guard.telemetry.ledger_reader import LedgerReadError, entries
+    from guard.telemetry.ledger_reader import LedgerReadError, chained, entries, first_number
     from guard.telemetry.ledger_stats import stats
 
     path, wanted = ledger or _own_ledger(), Query(since=_utc(since), until=_utc(until))
     try:
-        found = stats(matching(path, wanted) if since or until else entries(path))
+        if since or until:
+            # A ledger without any chain is an older version's.
+            counts_all = not first_number(path)
+            found = stats(one if counts_all or chained(one) else None for one in matching(path, wanted))
+        else:
+            found = stats(entries(path))
     except LedgerReadError as error:
         _fail(str(error))
     if as_json:

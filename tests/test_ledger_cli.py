@@ -171,6 +171,19 @@ def test_stats_count_all_files(path: Path) -> None:
     assert out.startswith("2 requests, 2026-11-20T12:00:00.000+00:00 to 2026-11-21")
 
 
+def test_stats_leave_out_what_somebody_put_there_and_tell_how_many(path: Path) -> None:
+    forged = json.dumps({**record().to_entry(), "request_id": "forged", "time": "2026-11-22T12:00:00.000+00:00"})
+    with path.open("a") as file:
+        file.write(forged + "\n")
+    write(path, [{**record().to_entry(), "request_id": "later"}])
+    for since in ((), ("--since", "2026-11-01")):
+        told = json.loads(ledger("stats", "--ledger", str(path), "--json", *since)[1])
+        assert (told["requests"], told["other_lines"]) == (13, 1)
+    assert "1 lines are no entries, or not in the chain: left out" in ledger("stats", "--ledger", str(path))[1]
+    code, out, _ = ledger("verify", "--ledger", str(path))
+    assert (code, "no half line either" in out) == (1, True)
+
+
 def test_verify_exits_with_zero_and_prints_the_anchor_that_it_later_takes(path: Path) -> None:
     code, out, _ = ledger("verify", "--ledger", str(path))
     assert code == 0

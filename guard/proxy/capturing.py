@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, timedelta
 from typing import Any, TypeVar
 
 from guard.policy import Judges
@@ -81,7 +81,7 @@ class Capturing:
             answer=tuple(AnswerText(*where, text, withheld) for (where, withheld), text in answered),
             redactions=dict(counted),
             truncated=self.truncated,
-            expires=datetime.now(UTC).date() + timedelta(days=capture.retention_days),
+            expires=record.started_at.astimezone(UTC).date() + timedelta(days=capture.retention_days),
         )
 
     def _kept(self, texts: Iterable[tuple[T, str]], counted: Counter[str]) -> Iterator[tuple[T, str]]:

@@ -40,6 +40,9 @@ LOG_EVERY_S = 60.0
 HOUSEKEEPING_S = 600.0
 """How often old files are looked after, whether anything is written or not."""
 
+HOUSEKEEPING_REFUSED_S = 30.0
+"""The same while the disk refuses entries: what is due to go may be what it lacks the room of."""
+
 GATHER_S = 0.02
 """One write for what comes within this time. While this thread runs, no answer goes on."""
 
@@ -85,6 +88,7 @@ class Ledger:
         self._file = LedgerFile(path, secret, keeping)
         self._closing = threading.Event()
         self._logged_s = float("-inf")
+        self._house_s = float("-inf")
         self._delayed = 0
         self._failed = 0
 
@@ -129,16 +133,13 @@ class Ledger:
 
     def _run(self) -> None:
         self._keep_house()
-        house_s = time.monotonic()
         while True:
             lines, ends = self._batch()
             if lines and not self._write(lines, ends=ends):
                 return
             if ends:
                 return
-            if time.monotonic() - house_s >= HOUSEKEEPING_S:
-                self._keep_house()
-                house_s = time.monotonic()
+            self._keep_house_when_due(HOUSEKEEPING_S)
 
     def _batch(self) -> tuple[list[bytes], bool]:
         """Wait for one line, a little for others, then take what is there; none when there was none for long. True:
@@ -183,7 +184,12 @@ class Ledger:
             self._room_for(-one.size_bytes)
         return _to_line(entry)
 
+    def _keep_house_when_due(self, every_s: float) -> None:
+        if time.monotonic() - self._house_s >= every_s:
+            self._keep_house()
+
     def _keep_house(self) -> None:
+        self._house_s = time.monotonic()
         self._file.keep_house()
         try:
             delete_expired(self._content, datetime.now(UTC).date())
@@ -210,6 +216,7 @@ class Ledger:
             if waiting > self._delayed:
                 self._report("delayed", waiting - self._delayed, why)
                 self._delayed = waiting
+            self._keep_house_when_due(HOUSEKEEPING_REFUSED_S)
             self._closing.wait(RETRY_S)
 
     def _rest(self) -> int:

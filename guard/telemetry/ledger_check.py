@@ -5,6 +5,7 @@ Owns how findings are told. What an unbroken chain proves, and what not, is in d
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,10 @@ from guard.telemetry.ledger_reader import LedgerReadError
 from guard.telemetry.locking import locked
 
 COPY_BYTES = 1 << 20
+NOT_WRITTEN = (
+    "no entry of the chain, and no half line either, which is all that a crash leaves: somebody put it there, or a "
+    "version without a chain wrote it"
+)
 LOCK_WAIT_S = 10.0
 
 
@@ -136,18 +141,20 @@ def _as_it_is_now(path: Path) -> Iterator[tuple[list[tuple[str, BinaryIO, int]],
 @dataclass
 class _Between:
     """Lines between two entries that are none: ``first`` to ``last``, bytes [start, end) of their file. ``half``: the
-    last one has no line end."""
+    last one has no line end. ``whole``: one of them is no half line that a crash or a full disk leaves."""
 
     first: int = 0
     last: int = 0
     start: int = 0
     end: int = 0
     half: bool = False
+    whole: bool = False
 
     def add(self, number: int, at: int, line: bytes) -> None:
         if not self.last:
             self.first, self.start = number, at
         self.last, self.end, self.half = number, at + len(line), not line.endswith(b"\n")
+        self.whole |= _is_whole(line)
 
     @property
     def where(self) -> str:
@@ -283,7 +290,10 @@ class _Run:
         secret = self._secret if link.key is not None else None
         between = self._between
         if self._sum(between, line, before, secret) == link.hash:
-            if between.last:
+            # Before the first entry of all stand those of a version without a chain.
+            if between.whole and link.n > 1:
+                self._problem(between.first, f"{between.where}: {NOT_WRITTEN}", link.n)
+            elif between.last:
                 self._note(
                     between.first,
                     f"{between.where}: no entry, vouched for by the next: of a crash, a full disk or an older version",
@@ -313,7 +323,7 @@ class _Run:
     def _left_over(self, *, newest: bool) -> None:
         """After a file's last entry."""
         between = self._between
-        if newest and between.half and between.first == between.last:
+        if newest and between.half and between.first == between.last and not between.whole:
             self._note(between.first, "half a line at the end: of a crash or a full disk, or somebody's")
         else:
             self._unplaced(self._n + 1)
@@ -326,6 +336,20 @@ class _Run:
 
     def _note(self, line: int, what: str) -> None:
         self.found.notes.append(Finding(self._name, line, self._n, what))
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether readers may take it for an entry, or it is nothing that an entry begins with."""
+    begun = line.strip()
+    if not begun:
+        return False
+    try:
+        json.loads(line)
+    except RecursionError:
+        return True
+    except ValueError:
+        return not begun.startswith(b"{")
+    return True
 
 
 def _entries(first: int, last: int) -> str:

@@ -176,7 +176,8 @@ class LedgerFile:
                 if not i and line == LINE_END:
                     # Of the last entry, if it had none.
                     head = replace(head, end=at) if not self._ended(head.end) else head
-                elif (link := link_of(line.removesuffix(LINE_END))) is not None:
+                elif (link := link_of(line.removesuffix(LINE_END))) is not None and link.n == head.n + 1:
+                    # Another number is no writer's; taken over, it would have numbers come twice, or end.
                     head = replace(head, n=link.n, hash=link.hash, end=at)
         return head
 

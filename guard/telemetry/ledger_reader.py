@@ -45,10 +45,24 @@ class LedgerReadError(ValueError):
 
 
 def entries(path: Path) -> Iterator[Entry | None]:
-    """Every line, the oldest first; None for one that is no entry. Raises ``LedgerReadError``."""
+    """Every line, the oldest first; None for one that is no entry, or has no place in the chain: only writers add to
+    what is counted. Lines of a version without a chain stand before the chain's beginning. Whether a place is invented
+    only ``ledger_check`` can say. Raises ``LedgerReadError``."""
+    began = first_number(path) > 1
     try:
         for line in lines_forwards(path):
-            yield parsed(line)
+            chained_ = link_of(line.removesuffix(b"\n")) is not None
+            began = began or chained_
+            yield parsed(line) if chained_ or not began else None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def first_number(path: Path) -> int:
+    """Of the first entry in the chain that is still there; 0 when there is none. Raises ``LedgerReadError``."""
+    try:
+        links = (link_of(line.removesuffix(b"\n")) for line in lines_forwards(path))
+        return next((link.n for link in links if link is not None), 0)
     except OSError as error:
         raise _unreadable(path, error) from None
 

@@ -20,7 +20,8 @@ COUNTED = ("policy", "action", "outcome", "route", "model", "tenant")
 @dataclass
 class Stats:
     """``counts``: field to value to requests. ``rules``: rule to hits that were enforced. ``detectors``: detector to
-    what became of its score. ``times_ms``: kind of time to its values. ``other_lines``: lines that are no entries."""
+    what became of its score. ``times_ms``: kind of time to its values. ``other_lines``: lines that are no entries, or
+    not in the chain: left out."""
 
     requests: int = 0
     other_lines: int = 0
@@ -77,7 +78,7 @@ class Stats:
         """For people."""
         told = [f"{self.requests} requests, {self.first_time or '-'} to {self.last_time or '-'}"]
         if self.other_lines:
-            told.append(f"{self.other_lines} lines are no entries")
+            told.append(f"{self.other_lines} lines are no entries, or not in the chain: left out")
         told += [f"{name}: {_counts(counter)}" for name, counter in self.counts.items() if counter]
         told.append(f"rules that hit: {_counts(self.rules) or 'none'}")
         told += [f"detector {name}: {_counts(counter)}" for name, counter in sorted(self.detectors.items())]

@@ -265,6 +265,45 @@ def test_lines_of_an_older_version_are_vouched_for_by_the_first_entry(tmp_path: 
     assert "ledger.jsonl:3: entry 1 is not what was written" in found(path)
 
 
+FORGED = (
+    entry(77) + b"\n",
+    entry(77) + b"\n" + entry(78) + b"\n",
+    b'{"a":1}\n',
+    b"no json\n",
+    entry(77),
+    entry(77)[:-1] + b',"chain":{"n":4,"key":"%s","hash":"%s"}}\n' % (SECRET.name.encode(), b"0" * 64),
+    entry(77)[:-1] + b',"chain":{"n":4,"hash":"%s"}}\n' % (b"0" * 64),
+    entry(77)[:-1] + b',"chain":{"n":999999999999999999,"hash":"%s"}}\n' % (b"0" * 64),
+    entry(77)[:-1] + b',"chain":{"n":2,"key":"%s","hash":"%s"}}\n' % (SECRET.name.encode(), b"0" * 64),
+)
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_no_later_entry_vouches_for_a_whole_line_that_somebody_put_at_the_end(tmp_path: Path, forged: bytes) -> None:
+    """Nor is it counted, unless it has an invented place in the chain, which only the key can tell."""
+    path = tmp_path / "ledger.jsonl"
+    write(path, range(3), SECRET)
+    with path.open("ab") as file:
+        file.write(forged)
+    assert check(path, SECRET).problems
+    for later in (range(3, 4), range(4, 6)):
+        write(path, later, SECRET)
+        assert check(path, SECRET).problems
+    assert [one for one in numbers(path) if one != 77] == list(range(6))
+    assert (77 in numbers(path)) == (b'"chain"' in forged)
+
+
+def test_half_lines_of_several_tries_are_a_note_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, range(3), SECRET)
+    with path.open("ab") as file:
+        file.write(entry(3)[:9] + b"\n" + entry(3)[:-1])
+    write(path, range(3, 5), SECRET)
+    checked = check(path, SECRET)
+    assert (checked.problems, len(checked.notes)) == ([], 1)
+    assert numbers(path) == list(range(5))
+
+
 def test_what_retention_deletes_is_no_gap_and_what_somebody_deletes_is(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     write(path, range(30), None, Keeping(max_bytes=700, files=2))

@@ -12,15 +12,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from guard.telemetry import ledger as ledger_module
 from guard.telemetry import ledger_check, ledger_file
+from guard.telemetry.content import file_of
 from guard.telemetry.ledger import Ledger, LedgerError
 from guard.telemetry.ledger_check import check
-from guard.telemetry.ledger_files import head_path
+from guard.telemetry.ledger_file import Keeping, LedgerFile
+from guard.telemetry.ledger_files import content_folder, head_path, rotated_files
 from guard.telemetry.ledger_reader import LedgerReadError
 
 
@@ -105,6 +108,39 @@ def test_others_on_the_machine_cannot_read_it(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_opened_stops_the_start_and_the_message_names_it(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=rf"{tmp_path} cannot be written: Is a directory.*--ledger"):
         Ledger(tmp_path).__enter__()
+
+
+def test_while_the_disk_refuses_entries_what_is_due_to_go_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expired texts and rotated files may be what the room is missing for."""
+    path, refuses = tmp_path / "ledger.jsonl", threading.Event()
+    writer = LedgerFile(path, None, Keeping(max_bytes=1))
+    for number in range(3):
+        assert writer.append([b'{"number":%d}' % number]) == (1, None)
+    writer.close()
+    assert len(rotated_files(path)) == 2
+    expired = file_of(content_folder(path), date(2026, 1, 1))
+    real_write = os.write
+
+    def write(file: int, data: bytes) -> int:
+        if refuses.is_set():
+            raise OSError(28, "No space left on device")
+        return real_write(file, data)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(ledger_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(ledger_module, "HOUSEKEEPING_REFUSED_S", 0.0)
+    results, keeping = Results(), Keeping(files=0)
+    with Ledger(path, results, keeping=keeping) as ledger:
+        refuses.set()
+        ledger.append({"number": 3})
+        until(lambda: results["delayed"] == 1)
+        content_folder(path).mkdir()
+        expired.write_text("{}\n")
+        until(lambda: not expired.exists() and not rotated_files(path))
+        assert results["written"] == 0
+        refuses.clear()
+    assert (results["written"], results["failed"]) == (1, 0)
+    assert lines(path)[-1] == {"number": 3}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
