@@ -275,6 +275,7 @@ def _anchor(given: str) -> Anchor:
 def _secret(file: Path | None) -> Secret | None:
     import os
 
+    from guard.settings import MIN_LEDGER_KEY, SHORT_LEDGER_KEY
     from guard.telemetry.chain import Secret
 
     # Never an option: other users of the machine see those.
@@ -284,6 +285,8 @@ def _secret(file: Path | None) -> Secret | None:
             given = file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             _fail(f"--key-file {file}: cannot be read")
+    if given and len(given) < MIN_LEDGER_KEY:
+        _fail(f"{f'--key-file {file}' if file is not None else 'GUARD_LEDGER_KEY'}: {SHORT_LEDGER_KEY}")
     return Secret.of(given) if given else None
 
 

@@ -38,7 +38,9 @@ async def proxy_running(services: Services, listener: socket.socket) -> AsyncIte
     stopping = Stopping(begin, settings.drain_delay_s, settings.drain_timeout_s)
     async with contextlib.AsyncExitStack() as stack:
         if settings.admin_port is not None:
-            admin = stack.enter_context(listening_socket(settings.admin_host, settings.admin_port))
+            admin = stack.enter_context(
+                listening_socket(settings.admin_host, settings.admin_port, option="--admin-port")
+            )
             await stack.enter_async_context(
                 serving(operators_app(services), admin, on_malformed=malformed, tls=_tls(settings))
             )

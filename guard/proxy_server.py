@@ -57,10 +57,13 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def listening_socket(host: str, port: int, client_timeout_s: float | None = None) -> Iterator[socket.socket]:
+def listening_socket(
+    host: str, port: int, client_timeout_s: float | None = None, *, option: str = "--port"
+) -> Iterator[socket.socket]:
     """The proxy's port, taken before anything slow starts, so that no other program can take it meanwhile.
 
-    client_timeout_s: how long what is sent may wait for a client; then the kernel closes the connection.
+    option: what sets the port. client_timeout_s: how long what is sent may wait for a client; then the kernel closes
+    the connection.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only on sockets that say they are TCP; with it on, an answer waits some 40 ms.
@@ -73,7 +76,9 @@ def listening_socket(host: str, port: int, client_timeout_s: float | None = None
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise StartError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None
+            raise StartError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another with {option}"
+            ) from None
         yield listener
 
 

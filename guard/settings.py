@@ -41,6 +41,7 @@ PREFIX = "GUARD_"
 NEARLY = 0.88
 """Of ``difflib``: one or two letters of a name are other ones."""
 MIN_LEDGER_KEY = 16
+SHORT_LEDGER_KEY = f"is shorter than {MIN_LEDGER_KEY} characters, which can be guessed: openssl rand -hex 32"
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 """How the value begins that Kubernetes gives ``NAME_PORT`` in the pods of a namespace with a Service ``name``."""
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -248,7 +249,7 @@ class Settings(BaseSettings):
     @classmethod
     def _is_long(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and len(value.get_secret_value()) < MIN_LEDGER_KEY:
-            raise ValueError(f"is shorter than {MIN_LEDGER_KEY} characters, which can be guessed: openssl rand -hex 32")
+            raise ValueError(SHORT_LEDGER_KEY)
         return value
 
     @model_validator(mode="after")

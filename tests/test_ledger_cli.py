@@ -217,9 +217,21 @@ def test_verify_takes_the_secret_from_a_file_or_the_environment(tmp_path: Path) 
     key.write_text(SECRET + "\n")
     assert ledger("verify", "--ledger", str(path), "--key-file", str(key))[0] == 0
     assert ledger("verify", "--ledger", str(path), GUARD_LEDGER_KEY=SECRET)[0] == 0
-    assert ledger("verify", "--ledger", str(path), GUARD_LEDGER_KEY="another secret")[0] == 1
+    assert ledger("verify", "--ledger", str(path), GUARD_LEDGER_KEY="another secret of the operator's")[0] == 1
+    code, _, err = ledger("verify", "--ledger", str(path), GUARD_LEDGER_KEY="short")
+    assert (code, "GUARD_LEDGER_KEY: is shorter than 16 characters" in err) == (2, True)
+    key.write_text("short\n")
+    assert ledger("verify", "--ledger", str(path), "--key-file", str(key))[0] == 2
     code, _, err = ledger("verify", "--ledger", str(path))
     assert (code, err) == (2, "guard: ledger.jsonl:1: is keyed; the secret is needed to check it\n")
+
+
+def test_with_a_wrong_key_verify_says_so_once_and_not_for_every_entry(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, [record().to_entry()] * 9, SECRET, max_bytes=1 << 20)
+    code, out, _ = ledger("verify", "--ledger", str(path), GUARD_LEDGER_KEY="another secret of the operator's")
+    assert (code, len(out.splitlines())) == (1, 3)
+    assert "9 entries, up to 9, are keyed with another secret" in out
 
 
 @pytest.mark.parametrize("command", [("tail",), ("query",), ("show", "r"), ("verify",), ("stats",)])

@@ -213,11 +213,12 @@ def test_variables_of_the_caller_win(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "HF_HUB_OFFLINE" not in command.environment
 
 
-def test_a_taken_port_is_refused_with_the_option_that_changes_it() -> None:
+@pytest.mark.parametrize("option", ["--port", "--admin-port"])
+def test_a_taken_port_is_refused_with_the_option_that_changes_it(option: str) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(StartError, match="--port"),
-        listening_socket("127.0.0.1", taken.getsockname()[1]),
+        pytest.raises(StartError, match=f"choose another with {option}$"),
+        listening_socket("127.0.0.1", taken.getsockname()[1], option=option),
     ):
         pytest.fail("two servers would share a port")
 

@@ -10,11 +10,13 @@ import asyncio
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from guard import __version__
 from guard.console import views
@@ -64,15 +66,32 @@ class PlaygroundRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
 
 
-def operators_app(services: Services) -> FastAPI:
-    """The admin API with the console beside it. Serve it while the application of the same ``services`` runs."""
+def operators_app(services: Services) -> ASGIApp:
+    """The admin API with the console beside it; errors too have the console's headers. Serve it while the application
+    of the same ``services`` runs."""
     app = admin_app(services)
     sessions = Sessions(services.access)
     app.include_router(_pages())
     app.include_router(_session_routes(sessions))
     app.include_router(_api(services, sessions))
     app.add_exception_handler(RequestValidationError, _invalid)
-    return app
+    return _with_headers(app)
+
+
+def _with_headers(app: ASGIApp) -> ASGIApp:
+    """Around everything, the answers to what nobody foresaw among them: a browser may be made to open any address."""
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await app(scope, receive, sending if scope["type"] == "http" else send)
+
+    return answering
 
 
 def _pages() -> APIRouter:

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -174,6 +174,7 @@ class _Run:
         self._lines: BinaryIO
         self._between = _Between()
         self._reads_content = content
+        self._other_keys: dict[tuple[str, str], tuple[int, Finding]] = {}
         self._vouched: list[Vouched] = []
 
     def file(self, name: str, lines: BinaryIO, end: int, *, newest: bool) -> None:
@@ -196,6 +197,7 @@ class _Run:
 
     def end(self, path: Path, raw: bytes, head: Head | None) -> None:
         """What the head file says there should be."""
+        self._tell_other_keys()
         found, name = self.found, head_path(path).name
         self._name = self._name or path.name
         for anchor in self._anchors.values():
@@ -234,7 +236,7 @@ class _Run:
 
     def _entry(self, number: int, line: bytes, link: Link) -> None:
         found, expected = self.found, self._n + 1
-        self._check_secret(number, link)
+        checkable = self._check_secret(number, link)
         before = self._before(number, link)
         if link.n < expected and found.entries:
             self._problem(number, f"entry {link.n} is not in its place: it comes after entry {self._n}", link.n)
@@ -247,7 +249,7 @@ class _Run:
         if before is None:
             # Nothing to check it against but what comes after.
             self._unplaced(link.n)
-        else:
+        elif checkable:
             self._check_hash(number, line, link, before)
         if link.head_lost:
             self._problem(
@@ -276,15 +278,25 @@ class _Run:
             return link.prev
         return self._hash
 
-    def _check_secret(self, number: int, link: Link) -> None:
+    def _check_secret(self, number: int, link: Link) -> bool:
+        """Whether its hash can be checked."""
         if self._secret is None:
             if link.key is not None:
                 raise LedgerReadError(f"{self._name}:{number}: is keyed; the secret is needed to check it")
         elif link.key is None:
             self._problem(number, f"entry {link.n} is not keyed", link.n)
         elif link.key != self._secret.name:
-            self._problem(number, f"entry {link.n} is keyed with another secret ({link.key})", link.n)
+            count, at = self._other_keys.get((self._name, link.key), (0, Finding(self._name, number, link.n, "")))
+            self._other_keys[self._name, link.key] = (count + 1, replace(at, entry=link.n))
         self.found.keyed += link.key is not None
+        return self._secret is None or link.key in (None, self._secret.name)
+
+    def _tell_other_keys(self) -> None:
+        """Once for each file and key: with a wrong one it is about every entry."""
+        for (_, key), (count, at) in self._other_keys.items():
+            entries = f"entry {at.entry} is" if count == 1 else f"{count} entries, up to {at.entry}, are"
+            what = f"{entries} keyed with another secret ({key}), and cannot be checked with this one"
+            self.found.problems.append(replace(at, what=what))
 
     def _check_hash(self, number: int, line: bytes, link: Link, before: str) -> None:
         secret = self._secret if link.key is not None else None

@@ -13,7 +13,7 @@ from detectors import registry
 from detectors.base import Score
 from guard.console import app
 from guard.console.sessions import SAME_PAGE
-from guard.console.static_files import FOLDER
+from guard.console.static_files import FOLDER, HEADERS
 from guard.proxy import services
 from tests.console.conftest import Console, StartConsole
 from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED
@@ -62,6 +62,16 @@ async def test_a_session_is_no_key_and_ends_with_signing_out_and_with_its_key(co
     keys.write_text("version: 1\n")
     console.services.access.keys.reload()
     assert (await console.ask("GET", "/overview", **other))[0] == 401
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/admin/v1/keys", "/console/static/none", "/console/api/overview", "/"])
+async def test_errors_have_the_headers_of_the_page_too(console: Console, path: str) -> None:
+    async with aiohttp.ClientSession() as client:
+        async with client.get(console.admin_url + path, allow_redirects=False) as answer:
+            assert answer.status in (307, 401, 404)
+            assert {name: answer.headers.get(name) for name in HEADERS} == dict(HEADERS)
+        async with client.put(console.admin_url + path) as answer:
+            assert (answer.status, answer.headers.get("x-content-type-options")) in ((404, "nosniff"), (405, "nosniff"))
 
 
 async def test_the_cookie_is_for_this_page_alone(console: Console) -> None:

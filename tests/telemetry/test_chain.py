@@ -245,7 +245,7 @@ def test_without_a_secret_whoever_can_write_can_forge_and_with_one_not(tmp_path:
 def test_another_secret_than_the_writers_is_told_and_none_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     write(path, range(2), SECRET)
-    assert "is keyed with another secret" in found(path, Secret.of("another"))
+    assert "2 entries, up to 2, are keyed with another secret" in found(path, Secret.of("another"))
     with pytest.raises(LedgerReadError, match=r"ledger\.jsonl:1: is keyed; the secret is needed"):
         check(path)
     assert b"correct horse" not in path.read_bytes() + head_path(path).read_bytes()
