@@ -187,6 +187,9 @@ def replay(
     allow_unjudged: Annotated[
         bool, typer.Option("--allow-unjudged", help="Exit as if there were nothing that replay cannot judge.")
     ] = False,
+    playground: Annotated[
+        bool, typer.Option("--playground", help="With runs of the console's playground, which are left out else.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Decide the ledger's requests again with another policy, on the recorded scores, and show what changes."""
@@ -198,7 +201,7 @@ def replay(
     loaded = _load(policy)
     rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model, model_configs)))
     try:
-        result = replay(loaded, rules, read_ledger(ledger or _own_ledger()), judged_by)
+        result = replay(loaded, rules, read_ledger(ledger or _own_ledger()), judged_by, playground=playground)
     except LedgerReadError as error:
         _fail(str(error))
     if as_json:
@@ -206,7 +209,7 @@ def replay(
     else:
         for line in (f"policy {loaded.label}", *summary(result)):
             typer.echo(line)
-    if not result.compared:
+    if not result.compared and (allow_unjudged or not result.not_judged):
         _fail("no request could be compared")
     if result.percent(fail_on) > max_percent:
         raise typer.Exit(1)

@@ -20,6 +20,7 @@ from guard.data import data_folder
 from guard.policy import BoundPolicy, PolicyError, bind, build_detectors, load_policy
 from guard.policy.judges import judges
 from guard.policy.policy_set import policy_files
+from guard.policy.recorded import PLAYGROUND
 from guard.proxy.body import GuardedRequest
 from guard.proxy.chat import guarded
 from guard.proxy.exchange import Exchange
@@ -31,7 +32,7 @@ from guard.proxy.wire_choices import chat_form
 from guard.telemetry.recent import Finished
 from guard.telemetry.record import RequestRecord
 
-ASSIGNMENT = "console"
+ASSIGNMENT = PLAYGROUND
 
 
 @dataclass(frozen=True)

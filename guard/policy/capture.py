@@ -26,7 +26,8 @@ class Capture(Section):
     redact: tuple[Redacted, ...] = ("secrets", "emails", "cards")
     """What is taken out before anything is written. `secrets`: keys, tokens and passwords by the forms of well-known
     services and by what stands before them; `emails`; `cards`: numbers of payment cards whose check digit is right.
-    Found as they are usually written: who spells one out, or splits it over messages, has it kept."""
+    Found as they are usually written: who spells one out, splits it over messages or splits a word of it over parts of
+    one, has it kept, and of a passphrase of several words that is not quoted all but the first."""
 
     patterns: Annotated[dict[PatternName, str], Field(max_length=32, examples=[{"ticket": "ACME-[0-9]{6}"}])] = {}  # noqa: RUF012 - pydantic copies it
     """Regular expressions of what else is taken out, each by the name that stands there instead, in brackets: in RE2's

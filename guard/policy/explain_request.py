@@ -13,8 +13,9 @@ from guard.policy.explain import explain, explain_answer, explain_record, explai
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.over_time import Spread
 from guard.policy.recorded import Recorded, RecordedAnswer
-from guard.policy.replay import same_way
+from guard.policy.replay import same_action, same_way
 from guard.policy.schema import Stage, detectors_in
+from guard.policy.way import way_of
 
 MISSING = Score("unavailable", reason="the ledger has no score of this measurement")
 
@@ -39,7 +40,10 @@ def explained(
         return [*told, "the answer:", *lines, explain_together(prompt, [outcome.decision])]
     if not entry.answers:
         return [*told, "the answer: the ledger has nothing of it, or there was none", explain_together(prompt, [])]
-    if not same_way(entry.action, prompt.action):
+    now, same = way_of(rules, prompt), entry.policy == loaded.label
+    if not same_action(entry.action, prompt.action) or not same_way(
+        entry.way, now, same_policy=same, action=prompt.action
+    ):
         told.append("note: with this decision on the prompt another answer would have come, or none")
     if entry.streamed and entry.answers[-1].complete is None:
         told.append("note: an older version wrote this line, with the answer's first scores and not its highest")

@@ -18,6 +18,9 @@ from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find_
 
 MOST_NAMED = 5
 
+PLAYGROUND = "console"
+"""The assignment of runs of the console's playground."""
+
 UNDECIDED = "none"
 """The action of a request that did not come to a decision."""
 
@@ -28,7 +31,7 @@ class RecordedAnswer:
     judged, and at its end. ``complete``: it was judged to its end; None in lines of versions that did not write it,
     which have the first scores of a stream and not the highest. ``times``: how often it was judged; None in lines that
     do not say so. ``digests``: as in ``Recorded``. ``beside``: what the
-    shadow policy made of it."""
+    shadow policy made of it. ``way``: how its decision was carried out; None where the line does not say so."""
 
     action: str
     rule: str | None
@@ -39,6 +42,7 @@ class RecordedAnswer:
     end: Mapping[str, Spread]
     digests: Mapping[str, str]
     beside: RecordedAnswer | None = None
+    way: str | None = None
 
     def spread(self, name: str, digest: str, *, end: bool) -> Spread | None:
         """What a policy's detector would have said; None when nothing like it was measured."""
@@ -54,7 +58,8 @@ class Recorded:
     detector's name, ``by_digest`` by what was measured, the shadow policy's among them. ``gates``: by rule, what the
     engine told of its gate. ``contract``: what its policy said of streams; None where it is none, or the line does not
     say so. ``whole_action``: of prompt and answer. ``answers``: those that were generated again,
-    then the last; none where no rule judged answers.
+    then the last; none where no rule judged answers. ``way``: how the decision on the prompt was carried out; None
+    where the line does not say so.
 
     ``digests``: without what the detector's calibration was; a policy is replayed without its model.
     It is empty in lines of versions that did not write them; names are then all there is to go by.
@@ -78,6 +83,7 @@ class Recorded:
     contract: Contract | None = None
     route: str = ""
     outcome: str = ""
+    way: str | None = None
 
     @property
     def policy_name(self) -> str:
@@ -142,6 +148,7 @@ def _recorded(entry: Entry) -> Recorded | None:
             contract=None if (told := entry.get("contract")) is None else _contract(told),
             route=str(entry.get("route")),
             outcome=str(entry.get("outcome")),
+            way=_text(entry.get("prompt_way")),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
@@ -165,7 +172,12 @@ def _answer(told: Mapping[str, Any]) -> RecordedAnswer:
         end=whole | {str(name): _spread(one) for name, one in told.get("at_end", {}).items()},
         digests=_digests(told),
         beside=_answer(shadow) if (shadow := told.get("shadow")) else None,
+        way=_text(told.get("way")),
     )
+
+
+def _text(told: object) -> str | None:
+    return None if told is None else str(told)
 
 
 def _digests(told: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Owns the comparison and its summary. Nothing is measured again: a request whose scores the candidate would have read
 otherwise is counted apart, and never guessed. So is what only a change of the candidate makes unknown: at which times,
-and with how much of it gone, an answer is judged. Of prompt and answers the most severe decision is compared.
+and with how much of it gone, an answer is judged, and what a model answers that is asked in another way. Of prompt and
+answers the most severe decision is compared.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any, Literal
 from guard.policy.engine import CompiledRule, Decision, decide
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.over_time import Outcome, Spread, decide_answer
-from guard.policy.recorded import UNDECIDED, Recorded, RecordedAnswer
+from guard.policy.recorded import PLAYGROUND, UNDECIDED, Recorded, RecordedAnswer
 from guard.policy.schema import LATER, SEVERITY, Contract, Stage, detectors_in
+from guard.policy.way import CHANGING, way_of
 
 FailOn = Literal["any", "looser", "stricter"]
 MAX_EXAMPLES = 3
@@ -54,7 +56,7 @@ class Replayed:
     ``cut_short``: compared ones whose answer was blocked before its end, and would have gone on; ``not_judged``: what
     changes of the candidate make unknown, of how many requests; ``without_contract``: streams that might be among
     these, in lines that do not say what their policy said of streams; ``others``: those that another policy judged than
-    the one asked for; ``unreadable``: lines that are no entry."""
+    the one asked for; ``playground``: runs of the console's, left out; ``unreadable``: lines that are no entry."""
 
     compared: int = 0
     unchanged: Counter[str] = field(default_factory=Counter)
@@ -68,6 +70,7 @@ class Replayed:
     not_judged: Counter[str] = field(default_factory=Counter)
     without_contract: int = 0
     others: int = 0
+    playground: int = 0
     unreadable: int = 0
 
     def changed(self, fail_on: FailOn = "any") -> int:
@@ -105,6 +108,7 @@ class Replayed:
             "not_judged": dict(self.not_judged),
             "without_contract": self.without_contract,
             "others": self.others,
+            "playground": self.playground,
             "unreadable": self.unreadable,
         }
 
@@ -112,8 +116,9 @@ class Replayed:
 @dataclass(frozen=True)
 class _Candidate:
     """Rules, what the policy says of streams, and what the detectors that the rules of each stage read measure, by
-    name."""
+    name. ``label``: its name and hash."""
 
+    label: str
     contract: Contract
     rules: Sequence[CompiledRule]
     measured_as: Mapping[Stage, Mapping[str, str]]
@@ -141,11 +146,14 @@ def replay(
     rules: Sequence[CompiledRule],
     entries: Iterable[Recorded | None],
     judged_by: str | None = None,
+    *,
+    playground: bool = False,
 ) -> Replayed:
     """Compare the recorded decisions, on prompts and answers, with the candidate's on the same scores. ``rules``: the
     candidate's, compiled.
 
-    ``judged_by``: only requests that the policy of this name judged.
+    ``judged_by``: only requests that the policy of this name judged; ``playground``: with what somebody tried in the
+    console.
     """
     result = Replayed()
     measures = digests(loaded)
@@ -153,11 +161,16 @@ def replay(
     read = {stage: {name for one in rules if one.rule.stage == stage for name in detectors_in(one.rule)}
             for stage in stages}  # fmt: skip
     candidate = _Candidate(
-        loaded.policy.contract, rules, {at: {name: measures[name] for name in names} for at, names in read.items()}
+        loaded.label,
+        loaded.policy.contract,
+        rules,
+        {at: {name: measures[name] for name in names} for at, names in read.items()},
     )
     for entry in entries:
         if entry is None:
             result.unreadable += 1
+        elif entry.assignment == PLAYGROUND and not playground:
+            result.playground += 1
         elif judged_by not in (None, entry.policy_name):
             result.others += 1
         elif entry.action == UNDECIDED:
@@ -175,9 +188,17 @@ def replay(
     return result
 
 
-def same_way(one: str, other: str) -> bool:
-    """Whether after these decisions on a prompt the model is asked the same."""
+def same_action(one: str, other: str) -> bool:
+    """Whether after these decisions on a prompt the same is done to the request, as far as an action says so."""
     return one == other or {one, other} <= {"allow", "flag"}
+
+
+def same_way(recorded: str | None, now: str, *, same_policy: bool, action: str) -> bool:
+    """Whether two decisions of one ``action`` are carried out the same way. A line of an older version says of no way,
+    but an unchanged policy has only one."""
+    if same_policy:
+        return True
+    return recorded == now if recorded is not None else action not in CHANGING and not now
 
 
 def _compare(result: Replayed, candidate: _Candidate, entry: Recorded) -> None:
@@ -188,7 +209,22 @@ def _compare(result: Replayed, candidate: _Candidate, entry: Recorded) -> None:
     prompt = decide(candidate.rules, {name: score for name, score in found.items() if score is not None})
     decisions, before = [prompt], [entry.action]
     judged = candidate.judges_answers and prompt.action != "block"
-    if judged and not same_way(entry.action, prompt.action):
+    same = same_action(entry.action, prompt.action)
+    if (
+        same
+        and prompt.action != "block"
+        and not same_way(
+            entry.way,
+            way_of(candidate.rules, prompt),
+            same_policy=entry.policy == candidate.label,
+            action=prompt.action,
+        )
+    ):
+        why = f"another request to the model after the same action: {_acting(candidate.rules, prompt)}"
+        if judged or entry.answers:
+            raise _NotJudgedError(why)
+        result.not_judged[why] += 1
+    if judged and not same:
         # Of the answer that would have come nothing is known; that the prompt's decision is another one is.
         result.prompts_alone += 1
     else:
@@ -225,7 +261,7 @@ def _of_answers(result: Replayed, candidate: _Candidate, entry: Recorded) -> lis
         raise _NotToldError("lines of an older version, which has only the last of several answers")
     decisions: list[Decision] = []
     attempts: Counter[str] = Counter()
-    for answer in entry.answers:
+    for i, answer in enumerate(entry.answers):
         outcome = decide_answer(candidate.rules, *_spreads(candidate, answer))
         if outcome.unsure:
             raise _NotToldError(f"which scores met while the answer grew, for rule {outcome.unsure[0]}")
@@ -241,6 +277,10 @@ def _of_answers(result: Replayed, candidate: _Candidate, entry: Recorded) -> lis
         decisions.append(decision)
         if not again or answer.action != decision.action:
             break
+        if i + 1 < len(entry.answers) and not same_way(
+            answer.way, way_of((), decision), same_policy=entry.policy == candidate.label, action=decision.action
+        ):
+            raise _NotJudgedError(f"another request to the model after the same action: {_acting((), decision)}")
     return decisions
 
 
@@ -254,6 +294,12 @@ def _check_times(entry: Recorded, answer: RecordedAnswer, outcome: Outcome) -> N
         raise _NotJudgedError(
             f"answers while they grew, that were judged at their end, for rule {grows[0]} of stage stream"
         )
+
+
+def _acting(rules: Sequence[CompiledRule], decision: Decision) -> str:
+    changes = decision.by is not None and decision.action in CHANGING
+    names = [decision.rule or ""] if changes else [one.rule.name for one in rules if one.armed]
+    return f"{decision.action}, rule {', '.join(names)}" if names else f"{decision.action}, without the gated steering"
 
 
 def _is_cut(answer: RecordedAnswer) -> bool:
@@ -301,6 +347,8 @@ def summary(result: Replayed) -> list[str]:
         )
     if result.others:
         lines.append(f"  {result.others} requests were judged by other policies")
+    if result.playground:
+        lines.append(f"  {result.playground} runs of the console's playground are left out (--playground)")
     if result.undecided:
         lines.append(f"  {result.undecided} requests ended before a decision")
     if result.prompts_alone:

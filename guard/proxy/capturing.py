@@ -30,7 +30,10 @@ MAX_ANSWER_BYTES = 1 << 20
 """Of an answer as it is sent, with everything around its texts."""
 
 MAX_CHARACTERS = 1 << 18
-"""Of all texts of a prompt, and of all of an answer."""
+"""Of all texts of a prompt, and of all of an answer, each with its role or channel."""
+
+MAX_LABEL_CHARACTERS = 128
+"""Of a role, which is what a client writes, and of a channel, which names fields that a model server thought of."""
 
 BEYOND = 4096
 """Characters that are looked at behind the last one that is kept: what is taken out may begin before."""
@@ -62,53 +65,70 @@ class Capturing:
     @property
     def size_bytes(self) -> int:
         """About how much memory this takes until it is written."""
-        said = sum(len(text) for _, _, text in self.request.texts) if self.capture.prompt else 0
+        said = 0
+        if self.capture.prompt:
+            said = sum(len(text) for _, _, text in self.request.texts) + sum(map(len, self.request.roles))
         return said + len(self.sent) + sum(len(text) for texts in self.withheld for text in texts.values())
 
     def captured(self) -> Captured:
         """For the ledger's thread, once the request has ended."""
         record, capture = self.record, self.capture
         counted: Counter[str] = Counter()
-        said: list[tuple[int, str]] = []
-        if capture.prompt:
-            said = list(self._kept(((message, text) for message, _, text in self.request.said), counted))
+        said = list(self._kept(self._said(), counted)) if capture.prompt else []
         answered = list(self._kept(self._answers(), counted)) if capture.answer else []
         return Captured(
             request_id=record.request_id,
             time=record.started_at.isoformat(timespec="milliseconds"),
             policy=record.policy,
-            prompt=tuple(PromptText(message, self._role(message), text) for message, text in said),
-            answer=tuple(AnswerText(*where, text, withheld) for (where, withheld), text in answered),
+            prompt=tuple(PromptText(message, role, text) for message, role, text in said),
+            answer=tuple(AnswerText(choice, channel, text, withheld) for (choice, withheld), channel, text in answered),
             redactions=dict(counted),
             truncated=self.truncated,
             expires=record.started_at.astimezone(UTC).date() + timedelta(days=capture.retention_days),
         )
 
-    def _kept(self, texts: Iterable[tuple[T, str]], counted: Counter[str]) -> Iterator[tuple[T, str]]:
-        """Texts without what is to be taken out, as many as there is room for."""
+    def _kept(self, texts: Iterable[tuple[T, str, str]], counted: Counter[str]) -> Iterator[tuple[T, str, str]]:
+        """Texts, each with where it is and its label, without what is to be taken out, as far as there is room."""
         redact = redaction(self.capture.redact, self.capture.patterns)
         room = MAX_CHARACTERS
-        for where, text in texts:
-            if not room:
+
+        def cut(text: str, most: int) -> str:
+            shown = redact(text[: most + BEYOND], counted)
+            self.truncated |= len(text) > most + BEYOND or len(shown) > most
+            return shown[:most]
+
+        for where, label, text in texts:
+            label_kept = cut(label, MAX_LABEL_CHARACTERS)
+            room -= len(label_kept)
+            if room <= 0:
                 self.truncated = True
                 return
-            shown = redact(text[: room + BEYOND], counted)
-            self.truncated |= len(text) > room + BEYOND or len(shown) > room
-            yield where, shown[:room]
-            room -= len(shown[:room])
+            text_kept = cut(text, room)
+            room -= len(text_kept)
+            yield where, label_kept, text_kept
 
-    def _role(self, message: int) -> str:
-        roles = self.request.roles
-        return roles[message] if 0 <= message < len(roles) else ""
+    def _said(self) -> Iterator[tuple[int, str, str]]:
+        """Texts by message, with its role. Those of one message of a conversation are one, a line each, as a template
+        shows them: what is to be taken out may begin in one part and end in the next."""
+        roles, parts, alone = self.request.roles, dict[int, list[str]](), list[tuple[int, str]]()
+        talks = isinstance(self.request.form, Form)
+        for message, _, text in self.request.said:
+            if talks and message >= 0:
+                parts.setdefault(message, []).append(text)
+            else:
+                alone.append((message, text))
+        joined = [(message, "\n".join(texts)) for message, texts in sorted(parts.items())]
+        for message, text in (*joined, *alone):
+            yield message, roles[message] if 0 <= message < len(roles) else "", text
 
-    def _answers(self) -> Iterator[tuple[tuple[Unit, bool], str]]:
-        """Texts by choice and channel, and whether they were withheld."""
-        for unit, text in self._delivered().items():
-            yield (unit, False), text
+    def _answers(self) -> Iterator[tuple[tuple[int, bool], str, str]]:
+        """Texts by choice, and whether they were withheld, each with its channel."""
+        for (choice, channel), text in self._delivered().items():
+            yield (choice, False), channel, text
         for texts in self.withheld:
-            for unit, text in texts.items():
-                if text and not unit[1].endswith(WHOLE) and not unit[1].startswith(TOKENS):
-                    yield (unit, True), text
+            for (choice, channel), text in texts.items():
+                if text and not channel.endswith(WHOLE) and not channel.startswith(TOKENS):
+                    yield (choice, True), channel, text
 
     def _delivered(self) -> dict[Unit, str]:
         form, texts = self.request.form, dict[Unit, str]()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from detectors.base import Score
 from guard.policy import Decision, Judges, Question
 from guard.policy.judges import PROMPT, Scores
+from guard.policy.way import way_of
 from guard.proxy.answer import Answer, PlainAnswer, Whole
 from guard.proxy.body import GuardedRequest
 from guard.proxy.errors import ApiError, BlockedError, GuardUnavailableError
@@ -119,6 +120,7 @@ def judged(judges: Judges, asked: Question, finding: Finding, texts: TextScores)
 def note(judges: Judges, found: Judged, record: RequestRecord) -> None:
     """Put on the record what a prompt was judged by."""
     record.scores, record.measured, record.decision = found.scores.live, judges.live.digests, found.decision
+    record.prompt_way = way_of(judges.live.rules, found.decision)
     record.decided_s = time.perf_counter()
     record.armed = found.asked.armed
     if found.would is not None and judges.shadow is not None:

@@ -27,8 +27,8 @@ LOCK_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class PromptText:
-    """One text of a request. ``message``: index of its message, negative where it is in none, such as a tool's
-    definition. ``role``: of that message; empty for none."""
+    """What a message of a request says, its texts a line each. ``message``: its index, negative for one text that is in
+    none, such as a tool's definition. ``role``: of that message; empty for none."""
 
     message: int
     role: str

@@ -16,6 +16,7 @@ from detectors.base import Score
 from guard.policy import Decision, RuleHit
 from guard.policy.over_time import Spread
 from guard.policy.schema import SEVERITY, Contract
+from guard.policy.way import way_of
 
 Outcome = Literal[
     "completed",
@@ -104,6 +105,7 @@ class RequestRecord:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
     ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens, about, of which each has
     ``most_frame_tokens`` at most. ``held_s``: longest time that rules kept a part of a stream back.
+    ``prompt_way``: how the decision on the prompt is carried out.
     ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
     ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``course``: how a
     stream's scores went; ``provider``: whose model was asked last, and ``answered_by`` what it calls itself: these
@@ -128,6 +130,7 @@ class RequestRecord:
     scores: Mapping[str, Score] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     decision: Decision | None = None
+    prompt_way: str = ""
     armed: tuple[str, ...] = ()
     gates: Mapping[str, GateReport] = field(default_factory=dict)
     shadow: Beside | None = None
@@ -246,6 +249,7 @@ class RequestRecord:
             "rules": self.rules,
             "hits": [_hit(hit) for hit in self.hits],
             "prompt_action": self.decision.action if self.decision else "none",
+            "prompt_way": self.prompt_way,
             "armed": list(self.armed),
             "gates": {rule: asdict(report) for rule, report in self.gates.items()},
             **_scores(self.scores, self.measured),
@@ -298,6 +302,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "rules": "All enforced rules that hit, on answers before the last one too.",
     "hits": "Rules that hit or could not be judged, shadow rules too, each with its reason.",
     "prompt_action": "What the rules for prompts alone decided.",
+    "prompt_way": "Hash of what was done to the request by that: vectors, messages and replacement, model, gated "
+    "steerings; empty where nothing was. Replay compares it.",
     "armed": "Rules whose gated steering went with the request: the engine opened it, or not.",
     "gates": "What the engine told of each gate by its rule, at the end of the answer: choices, in how many it opened, "
     "first_at (position of the first token that was steered), reason why it could not open. Nothing of a rule whose "
@@ -314,7 +320,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "shadow": "What the shadow policy beside would have done: policy, policy_hash, action, rule, reason, hits, scores, "
     "detectors, timed_out, details, passages, measured, all as above; null without one.",
     "answer": "What rules of the stages stream and output made of the answer: the choice that decided, action, rule, "
-    "reason; scores, detectors, timed_out, details, passages, measured, where a score is the highest that the detector "
+    "reason, way (as prompt_way); scores, detectors, timed_out, details, "
+    "passages, measured, where a score is the highest that the detector "
     "gave any of its texts at any time while it grew; over_time, of detectors that said more than one thing of it: "
     "lowest, highest, without (what stood there instead of a score), timed_out; at_end, the same of the last time that "
     "it was judged, where that differs; complete, whether that was its end; times, how often it was judged; how many "
@@ -390,6 +397,7 @@ def _judged(answer: Answered, measured: Mapping[str, str]) -> dict[str, Any]:
         "action": answer.decision.action,
         "rule": answer.decision.rule,
         "reason": answer.decision.reason,
+        "way": way_of((), answer.decision),
         **_scores(answer.scores, measured),
         "over_time": {name: _spread(one) for name, one in whole.items()},
         "at_end": {name: _spread(one) for name, one in end.items()},

@@ -19,7 +19,8 @@ from guard.linear_pattern import linear_pattern
 
 SECRETS = re.compile(
     r"""
-      -----BEGIN[ ](?:[A-Z0-9]{1,20}[ ]){0,3}PRIVATE[ ]KEY-----[\s\S]*?(?:-----END[ ][A-Z0-9 ]{0,40}-----|\Z)
+      -----BEGIN[ ](?:[A-Z0-9]{1,20}[ ]){0,3}PRIVATE[ ]KEY(?:[ ]BLOCK)?-----
+      [\s\S]*?(?:-----END[ ][A-Z0-9 ]{0,40}-----|\Z)
     | \b(?:sk|pk|rk)[-_][A-Za-z0-9_\-]{16,}+               # OpenAI, Anthropic, Stripe
     | \bgh[pousr]_[A-Za-z0-9]{30,}+ | \bgithub_pat_\w{22,}+
     | \bgl(?:pat|rt|dt)-[\w\-]{20,}+                        # GitLab
@@ -28,6 +29,10 @@ SECRETS = re.compile(
     | \bxox[abeoprs]-[A-Za-z0-9\-]{10,}+ | \bxapp-[A-Za-z0-9\-]{10,}+           # Slack
     | \bhf_[A-Za-z0-9]{30,}+ | \bnpm_[A-Za-z0-9]{36} | \bpypi-[\w\-]{32,}+
     | \bSG\.[\w\-]{16,64}+\.[\w\-]{32,}+                    # SendGrid
+    | \bwhsec_[A-Za-z0-9+/=]{16,}+                          # Stripe's, and others', of webhooks
+    | \bhv[sbr]\.[\w\-]{20,}+                              # HashiCorp Vault
+    | \bgsk_[A-Za-z0-9]{20,}+ | \br8_[A-Za-z0-9]{30,}+ | \bnvapi-[\w\-]{20,}+   # Groq, Replicate, NVIDIA
+    | \bsbp_[0-9a-f]{40} | \bAGE-SECRET-KEY-1[0-9A-Z]{50,}+
     | \bSK[0-9a-f]{32}\b                                    # Twilio
     | (?<!\d)\d{8,10}:[A-Za-z0-9_\-]{35}(?![\w\-])          # Telegram
     | \b[MNO][A-Za-z0-9]{23,27}\.[\w\-]{6}\.[\w\-]{27,}+    # Discord
@@ -101,6 +106,12 @@ NAMED_SECRETS = re.compile(
     |
     ( \bsshpass[ ]{{1,3}}-p[ ]{{0,3}} )
     ( '[^'\r\n]++'? | "(?:[^"\\\r\n]|\\[^\r\n])++"? | [^\s"']++ )
+    |   # -P is the port
+    ( \bmysql(?:dump|admin|import|check|show)?\s[^\r\n|;&]{{0,99}}?(?<=\s)(?-i:-p)(?=[^\s\-]) )
+    ( '[^'\r\n]++'? | "(?:[^"\\\r\n]|\\[^\r\n])++"? | [^\s"']++ )
+    |   # an address that is signed (Azure)
+    ( [?&](?:amp;)?sig= )
+    ( [\w%+/=\-]{{16,}}+ )
     |   # a line of .netrc
     ( \b(?:machine\s{{1,9}}+[^\s,;]{{1,255}}+|default)\s{{1,9}}+login\s{{1,9}}+(?!and\s|or\s)\S{{1,255}}+\s{{1,9}}+
       (?:account\s{{1,9}}+\S{{1,255}}+\s{{1,9}}+)?+password\s{{1,9}}+ )
@@ -114,10 +125,13 @@ NAMED_SECRETS = re.compile(
     ( [^\s"'<>,\\]{{4,}}+ )
     |
     ( (?:{NAMES}
-        |\bpwd(?=["']?\s?[:=]\s?["']?[^\s/"'$])            # and not the folder that one is in
+        |(?:\b|(?<=_))pwd(?=["']?\s?[:=]\s?["']?[^\s/"'$])   # and not the folder that one is in
+        |(?<=_)(?-i:PASS)(?=["']?[:=]["']?[^\s/"'$])
+        |(?<![a-z0-9])pass(?=["']?\s?[:=]\s?["']?(?=[^\s"'/$]{{0,64}}\d)[^\s"'/$\d]{{0,9}}[a-z])   # and no count
         |passwort|kennwort|mot[ ]de[ ]passe|contrase[ñn]a|senha|wachtwoord|l[öo]senord|adgangskode|passord|salasana
         |has[łl]o|heslo|parola|jelsz[óo]|[şs]ifre|пароль|密码|密碼|パスワード|비밀번호)
-      \\{{0,4}}["']?\s{{0,3}}[:=\uff1a]\s{{0,3}} )
+      \\{{0,4}}["']?\s{{0,3}}(?::=|=>(?=\s{{0,3}}["'])|[:=\uff1a])\s{{0,3}}
+      (?: \[\s{{0,9}}(?=["']) | [|>][+\-]?[ \t]{{0,3}}\r?\n[ \t]{{1,40}} )? )   # in a list, or a block of YAML
     (?: ( " ) ( (?:[^"\\\r\n]|\\[^\r\n]){{6,}}+ )
       | ( ' ) ( (?:[^'\\\r\n]|\\[^\r\n]){{6,}}+ )
       | ( \\{{1,4}}" ) ( (?:\\\\\\"|[^"\\\r\n]|\\(?!\\{{0,3}}")){{6,}}+ )
@@ -125,12 +139,16 @@ NAMED_SECRETS = re.compile(
       | (?!<[\w\-]{{1,40}}>)(?=(?:[,;]{{0,3}}[^\s"',;]){{6}})
         ( (?:[,;]{{0,3}}(?:[^\s"',;\\]|\\(?!["'])))++ )
     )
+    |   # short ones, where nothing else is meant
+    ( (?:password|passwd|passphrase|passcode|passwort|kennwort)\\{{0,4}}["']?\s{{0,3}}[:=\uff1a]\s{{0,3}}["']? )
+    ( (?![<$])(?=[^\s"',;\\]{{0,5}}\d)[^\s"',;\\]{{5,}}+ )
     |
     ( ://[^\s/:]{{0,64}}+: )
     ( [^\s/"']+ ) (?=@)
     """
 )
-"""A value behind what says that it is one: to the end of its quotation, or of what has no space in it. In an address
+"""A value behind what says that it is one: to the end of its quotation, or of what has no space in it, so that
+of several words without quotes the first goes: where a sentence would begin again nothing says. In an address
 that is to the last ``@`` before the path."""
 
 EMAILS = re.compile(

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from detectors.base import Score
 from guard.policy import BoundPolicy, load_policy
 from guard.policy.explain import explain, explain_record
-from guard.policy.recorded import Recorded, find_request, read_ledger
+from guard.policy.recorded import PLAYGROUND, Recorded, find_request, read_ledger
 from guard.policy.replay import Replayed, replay, summary
+from guard.policy.way import way_of
 from guard.telemetry.ledger_reader import LedgerReadError
 from guard.telemetry.record import Beside, RequestRecord
 from tests.policy.test_policy_set import bind_fakes
@@ -187,3 +188,49 @@ def test_a_recorded_score_is_only_a_name_where_nothing_says_what_was_measured() 
     assert old.score("a", "probe@1") is score
     new = Recorded("r", None, "p@0", "allow", None, None, None, {"a": score}, {"a": "probe@2"}, {"probe@2": score})
     assert (new.score("a", "probe@1"), new.score("z", "probe@2")) == (None, score)
+
+
+CHANGES = """\
+version: 1
+name: p
+detectors: {a: {kind: fake}}
+rules:
+  - {name: clean, when: {detector: a, at_least: 0.5}, action: redact,
+     redact: {messages: [user.last], replacement: gone}}
+  - {name: move, when: {detector: a, at_least: 0.8}, action: route, route: {model: calm}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "unjudged"),
+    [
+        ("user.last", "user.first", 1),
+        ("gone", "away", 1),
+        ("model: calm", "model: cold", 1),
+        ("at_least: 0.5", "at_least: 0.55", 0),
+        ("name: clean", "name: scrub", 0),
+    ],
+)
+def test_another_way_of_the_same_action_is_not_judged(tmp_path: Path, before: str, after: str, unjudged: int) -> None:
+    policy = bound(tmp_path, CHANGES)
+    lines = []
+    for request_id, score in (("r1", 0.6), ("r2", 0.9), ("r3", 0.1)):
+        entry = json.loads(line(policy, request_id, a=score))
+        decision = policy.decide({"a": Score("scored", score)})
+        assert entry["prompt_action"] == decision.action
+        lines.append(json.dumps(entry | {"prompt_way": way_of(policy.rules, decision)}))
+    result = replayed(tmp_path, lines, CHANGES.replace(before, after))
+    assert (result.not_judged.total(), result.changed()) == (unjudged, 0)
+    old = [json.dumps({name: one for name, one in json.loads(each).items() if name != "prompt_way"}) for each in lines]
+    assert replayed(tmp_path, old, CHANGES).not_judged.total() == 0
+    assert replayed(tmp_path, old, CHANGES.replace(before, after)).not_judged.total() == 2
+
+
+def test_runs_of_the_playground_are_left_out_unless_they_are_asked_for(tmp_path: Path) -> None:
+    tried = json.dumps(json.loads(line(bound(tmp_path), "r2", a=0.1, b=0.1)) | {"assignment": PLAYGROUND})
+    result = replayed(tmp_path, [line(bound(tmp_path), "r1", a=0.95, b=0.1), tried], POLICY)
+    assert (result.compared, result.playground) == (1, 1)
+    assert "  1 runs of the console's playground are left out (--playground)" in summary(result)
+    policy = bound(tmp_path)
+    entries = read_ledger(tmp_path / "ledger.jsonl")
+    assert replay(load_policy(tmp_path / "p.yaml"), policy.rules, entries, playground=True).compared == 2

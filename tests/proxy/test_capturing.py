@@ -133,12 +133,41 @@ async def test_an_embeddings_texts_are_kept(start_proxy: StartProxy) -> None:
 async def test_a_long_answer_is_kept_as_far_as_there_is_room(
     start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("guard.proxy.capturing.MAX_CHARACTERS", 10)
+    monkeypatch.setattr("guard.proxy.capturing.MAX_CHARACTERS", 14)
     async with running(FakeEngine()) as engine, start_proxy(engine, CAPTURE) as proxy:
         await proxy.post()
         found = await kept(proxy)
         assert found.truncated
-        assert (found.prompt[0].text, found.answer[0].text) == ("private wo", "The answer")
+        assert (found.prompt[0].text, found.answer[0].text) == ("private wo", "The ans")
+
+
+async def test_a_role_that_a_client_made_up_is_redacted_bounded_and_counted(start_proxy: StartProxy) -> None:
+    parts = [{"type": "text", "text": "hello"}] * 40
+    messages = [{"role": f"jo@mail.example {'r' * 300_000}", "content": parts}, {"role": "user", "content": "and"}]
+    async with running(FakeEngine()) as engine, start_proxy(engine, CAPTURE) as proxy:
+        await proxy.post({**BODY, "messages": messages})
+        found = await kept(proxy)
+        assert [one.role[:12] for one in found.prompt] == ["[email] rrrr", "user"]
+        assert (found.truncated, found.redactions) == (True, {"email": 1})
+        assert len(files(proxy.ledger)) < 2_000
+
+
+async def test_many_messages_without_words_take_no_more_room_than_words(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("guard.proxy.capturing.MAX_CHARACTERS", 100)
+    async with running(FakeEngine()) as engine, start_proxy(engine, CAPTURE) as proxy:
+        await proxy.post({**BODY, "messages": [{"role": "user", "content": ""}] * 1000})
+        found = await kept(proxy)
+        assert found.truncated
+        assert len(found.prompt) < 30
+
+
+async def test_a_secret_that_goes_over_two_parts_of_a_message_is_taken_out(start_proxy: StartProxy) -> None:
+    parts = [{"type": "text", "text": text} for text in ("my password=", "hunter2xyz", "is old")]
+    async with running(FakeEngine()) as engine, start_proxy(engine, CAPTURE) as proxy:
+        await proxy.post({**BODY, "messages": [{"role": "user", "content": parts}]})
+        assert (await kept(proxy)).prompt == (PromptText(0, "user", "my password=\n[secret]\nis old"),)
 
 
 async def test_text_that_cannot_be_written_costs_no_entry_and_is_not_in_the_log(

@@ -15,7 +15,7 @@ from guard.cli import app
 from tests.proxy.conftest import BODY, FLAGGED, Proxy, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
-from tests.proxy.test_answers import RETRY
+from tests.proxy.test_answers import CALM, RETRY
 from tests.proxy.test_streaming import LEAK, STREAM, frames, policy
 
 CLEAN = ("all", " is", " fine", ".")
@@ -155,6 +155,10 @@ async def test_an_answer_that_was_generated_again_is_followed_through_all_its_an
         await proxy.entries(2)
         code, told = replayed(tmp_path, proxy, RETRY)
         assert (code, told["unchanged"]) == (0, {"retry": 1, "block": 1})
+        other = RETRY.replace(CALM, CALM.replace("coefficient: ", "coefficient: -"))
+        code, told = replayed(tmp_path, proxy, other)
+        why = "another request to the model after the same action: retry, rule leak"
+        assert (code, told["compared"], told["not_judged"]) == (3, 0, {why: 2})
         code, told = replayed(tmp_path, proxy, without_answer_rules(RETRY), "--fail-on", "looser")
         assert (code, told["looser"], told["unchanged"]) == (1, 2, {})
 

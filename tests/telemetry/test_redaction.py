@@ -111,6 +111,24 @@ def redacted(text: str, names: tuple[str, ...] = ALL, **patterns: str) -> tuple[
         (r'password = "it is \"quoted\" twice", x', 'password = "[secret]", x'),
         (r"{'secret': 'it\'s a secret', 'x': 1}", "{'secret': '[secret]', 'x': 1}"),
         (r'mail "c\"d"@example.com now', "mail [email] now"),
+        ("-----BEGIN PGP PRIVATE KEY BLOCK-----\nlQOYBF7x\n-----END PGP PRIVATE KEY BLOCK----- z", "[secret] z"),
+        ("DB_PASS=hunter2xyz99 x", "DB_PASS=[secret] x"),
+        ("export MYSQL_PWD=hunter2xyz", "export MYSQL_PWD=[secret]"),
+        ("pass: hunter2xyz", "pass: [secret]"),
+        ("password=abc12, password: 12345", "password=[secret], password: [secret]"),
+        ('"password": "abc12"', '"password": "[secret]"'),
+        ("mysql -u root -phunter2xyz db", "mysql -u root -p[secret] db"),
+        ("mysqldump -P 3306 -p'hunter 2' db", "mysqldump -P 3306 -p[secret] db"),
+        ("https://x.example/c?sv=2020&sig=AbCdEf0123456789%2Bxyz%3D z", "https://x.example/c?sv=2020&sig=[secret] z"),
+        ("'password' => 'hunter2xyz', :password => 'hunter2xyz'", "'password' => '[secret]', :password => '[secret]'"),
+        ("password := hunter2xyz", "password := [secret]"),
+        ('"password": ["hunter2xyz"]', '"password": ["[secret]"]'),
+        ("secret: |\n  hunter2xyz\nx: 1", "secret: |\n  [secret]\nx: 1"),
+        ("password: correct horse battery staple", "password: [secret] horse battery staple"),
+        ("whsec_abcdefghijklmnop0123456789abcd hvs.CAESIabcdefghijklmnopqrstuv", "[secret] [secret]"),
+        ("gsk_abcdefghijklmnopqrstuvwx0123 r8_abcdefghijklmnopqrstuvwxyz0123456789", "[secret] [secret]"),
+        ("nvapi-abcdefghijklmnopqrstuvwxyz sbp_0123456789abcdef0123456789abcdef01234567", "[secret] [secret]"),
+        ("AGE-SECRET-KEY-1" + "Q" * 58, "[secret]"),
     ],
 )
 def test_what_is_written_as_usual_is_taken_out(text: str, expected: str) -> None:
@@ -151,6 +169,10 @@ def test_what_is_written_as_usual_is_taken_out(text: str, expected: str) -> None
         '<input name="password" type="password" value=""/>',
         "name: token, and its value: yes",
         "The secret of the cookie is butter. A token of love: one word.",
+        "pass: 120 of 130, first_pass = analyse(x), bypass: nothing1, compass: north1",
+        "tokens.map(token => token.length), OLD_PWD=/home/somebody",
+        "a password: 8-16 characters, password: <new1x>, password=$DB1P",
+        "mysql -u root -p db -P3306; mkdir -pv a/b, /c?sig=1&design=2",
     ],
 )
 def test_what_only_looks_a_little_like_it_stays(text: str) -> None:
@@ -211,6 +233,9 @@ LONG = 100_000
 """Characters. What is quadratic takes tens of seconds then."""
 
 BEGINNINGS = [
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----", "whsec_", "hvs.", "gsk_", "r8_", "nvapi-", "sbp_0", "AGE-SECRET-KEY-1",
+    "mysql ", "mysql -", "mysql -p", "mysql -p'", "?sig=", "&sig=a", "_PASS=", "_pwd=", "pass: ", "pass=1", "pass:a",
+    "password :=", "password =>", "password => '", 'password: ["', "password: |", "password: |\n ", "password: a1",
     "eyJ-", "eyJaaaaaaaaa.", "eyJaaaaaaaaa.aaaaaaaaa", "-----BEGIN ", "-----BEGIN A B C ",
     "-----BEGIN PRIVATE KEY-----", "-----BEGIN PRIVATE KEY----------END ", "sk-", "pk_a-", "ghp_", "github_pat_",
     "glpat-", "AKIA", "AIza", "ya29.", "GOCSPX-", "xoxb-", "xapp-", "hf_", "npm_", "pypi-", "SG.",
