@@ -34,7 +34,11 @@ Generated from the code by `python -m guard.reference`; do not edit.
 
 Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in
 `vllm_xargs`, `use_beam_search`, `add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`,
-`chat_template`, and the same under `chat_template_kwargs`; `truncation: auto`.
+`chat_template`, `return_assistant_tokens_mask`, and the same under `chat_template_kwargs`; there also whatever pads or
+cuts the prompt or makes it other tokens (`tokenize`, `padding`, `truncation`, `max_length`, `tokenizer_kwargs` and
+others, in `mm_processor_kwargs` too), or stands in the place of what the engine gives a template (`messages`,
+`eos_token` and others); `add_special_tokens: true` with messages; `prefix` and `partial` in a message;
+`truncation: auto`.
 
 Refused too, because no rule would read it: `enable_response_messages`, `kv_transfer_params` and `ec_transfer_params`.
 Where rules judge answers, these leave out `token_ids` in chats, and with `stop` or `stop_token_ids` everywhere;

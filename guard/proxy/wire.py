@@ -67,6 +67,10 @@ class Piece:
                 owner[key] = None
 
 
+UNFINISHED = ("prefix", "partial")
+"""Fields by which some servers take a message for the beginning of the answer."""
+
+
 def check_messages(fields: Fields) -> None:
     """Raises ``InvalidRequestError`` unless there are messages, each with a role."""
     messages = fields.get("messages")
@@ -77,6 +81,10 @@ def check_messages(fields: Fields) -> None:
             raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
+        for name in UNFINISHED:
+            if message.get(name) not in (None, False):
+                where = f"messages[{i}].{name}"
+                raise InvalidRequestError(f"{where}: an answer to go on with cannot be guarded", where)
 
 
 def whole_number(value: Any) -> int | None:
