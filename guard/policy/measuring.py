@@ -107,6 +107,11 @@ class Measurement:
         """Whether it needs what the model computes while it answers."""
         return any(map(generates, self.captures))
 
+    @cached_property
+    def reads_prompt(self) -> bool:
+        """Whether what it needs of the engine depends on where the prompt ends, or which of it is whose."""
+        return self.reads_engine and (bool(self.spans) or not all(map(generates, self.captures)))
+
     @property
     def depends_on_conversation(self) -> bool:
         return bool(self.scope) or any(one in WORDS for selectors in self.spans.values() for one in selectors)
@@ -327,15 +332,29 @@ class Question:
 
 
 def question(
-    measurements: Iterable[Measurement], roles: Sequence[str] | None, steerings: Sequence[Steering] = ()
+    measurements: Iterable[Measurement],
+    roles: Sequence[str] | None,
+    steerings: Sequence[Steering] = (),
+    unplaced: str = "",
 ) -> Question:
-    """What to ask for a conversation of messages with these roles; None leaves words in place, for checks alone."""
+    """What to ask for a conversation of messages with these roles; None leaves words in place, for checks alone.
+
+    unplaced: why nothing is known of where such a prompt ends and which of it is whose; empty where it is. Detectors
+    that depend on it are then unavailable, and gates that would read it are left out with their steering.
+    """
+    measurements = tuple(measurements)
+    lost = {one.key for one in measurements if unplaced and one.reads_prompt}
+    steerings = [one for one in steerings if one.reads not in lost]
     spans: dict[str, Span] = {}
     hidden: dict[str, HiddenCapture] = {}
     attention: dict[str, AttentionCapture] = {}
     probes = {name: capture for one in steerings for name, capture in one.probes.items()}
     known: dict[str, Score] = {}
     for one in measurements:
+        if one.key in lost:
+            # Whatever its scope: a message may be in there that nobody sees.
+            known[one.key] = Score("unavailable", reason=unplaced)
+            continue
         if roles is not None and one.scope and not matches(one.scope, roles, one.named):
             known[one.key] = Score("not_applicable", reason=OUT_OF_SCOPE)
             continue

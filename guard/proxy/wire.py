@@ -177,7 +177,8 @@ class Ending:
 class Texts:
     """Requests of one API. ``check`` raises ``InvalidRequestError``; ``roles``: of the messages as the model sees
     them. ``beside``: what a template may show as well; its message's index is negative where it is in none.
-    ``unread``: why the texts are not all that the model reads; empty when they are."""
+    ``unread``: why the texts are not all that the model reads; empty when they are. ``unplaced``: why nothing is known
+    of where a prompt ends and which of it is whose; empty where a template settles that."""
 
     route: str
     check: Callable[[Fields], None]
@@ -185,6 +186,7 @@ class Texts:
     slots: Callable[[Fields], list[Slot]]
     beside: Callable[[Fields], list[Slot]]
     unread: Callable[[Fields], str]
+    unplaced: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
