@@ -15,7 +15,7 @@ from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec
 from guard.mistakes import first_mistake
 from guard.policy.bound import BoundPolicy
-from guard.policy.conversation import any_stranger
+from guard.policy.conversation import means_what_it_says
 from guard.policy.engine import Decision
 from guard.policy.measuring import Measurement, Part, Question, Steering, measurement, question, with_combined
 from guard.policy.schema import LATER, Stage
@@ -44,7 +44,7 @@ class Scores:
 class Judges:
     """``measured``: every detector of either policy once. ``beside``: the shadow's detectors by its own names.
 
-    ``settled``: what is asked of every request alike whose roles are known ones; None where it depends on the
+    ``settled``: what is asked of every request alike in which a role means itself alone; None where it depends on the
     conversation.
     """
 
@@ -56,7 +56,7 @@ class Judges:
 
     def ask(self, roles: Sequence[str], unplaced: str = "") -> Question:
         """What to ask the engine for a conversation of messages with these roles. unplaced: as in ``question``."""
-        if self.settled is not None and not any_stranger(roles) and not unplaced:
+        if self.settled is not None and means_what_it_says(roles) and not unplaced:
             return self.settled
         return self._growing(question(self.measured, roles, self.live.armed, unplaced))
 

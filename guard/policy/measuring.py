@@ -38,13 +38,14 @@ from guard.mia.spec import (
     Steer,
     generates,
 )
-from guard.policy.conversation import WORDS, ConversationError, matches, places, resolved, roles_named
+from guard.policy.conversation import WORDS, ConversationError, any_stranger, matches, places, resolved, roles_named
 from guard.policy.readings import other_readings
 from guard.policy.schema import DetectorUse
 
 log = logging.getLogger("guard.policy")
 
 OUT_OF_SCOPE = "the request has no message in its scope"
+UNKNOWN_ROLE = "no message is known to be in its scope, and a message's role is unknown"
 GATE_PREFIX = ".."
 """Before the name of a probe that a rule's gate reads and no detector: no detector's key begins so."""
 
@@ -119,6 +120,13 @@ class Measurement:
     def spans_in(self, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Plain selectors. Raises ``ConversationError``."""
         return {name: resolved(selectors, roles, self.named) for name, selectors in self.spans.items()}
+
+    def out_of_scope(self, roles: Sequence[str]) -> Score:
+        """Of a request in which no message is meant by the scope. Where a message has a role that nobody knows, it may
+        be one to the model: what should be read in the model is then missing, and does not apply only otherwise."""
+        if self.reads_engine and roles_named(self.scope) and any_stranger(roles, self.named):
+            return Score("unavailable", reason=UNKNOWN_ROLE)
+        return Score("not_applicable", reason=OUT_OF_SCOPE)
 
     def score(self, readouts: Readouts) -> Score:
         prefix = f"{self.key}."
@@ -356,7 +364,7 @@ def question(
             known[one.key] = Score("unavailable", reason=unplaced)
             continue
         if roles is not None and one.scope and not matches(one.scope, roles, one.named):
-            known[one.key] = Score("not_applicable", reason=OUT_OF_SCOPE)
+            known[one.key] = one.out_of_scope(roles)
             continue
         if one.asks_again:
             # Its spans are texts that go into a conversation of its own.
