@@ -173,8 +173,8 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
 
     async def _decide(self, request: GuardedRequest[Texts]) -> Decision:
         live, roles, route = self._judges.live, request.roles, request.form.route
-        can_read = bool(self._engine) and route in (chat_form.route, completions_form.route)
-        asked = self._judges.ask(roles) if can_read else self._judges.ask_unread(roles, NO_ENGINE)
+        reason = request.form.unplaced or ("" if self._engine and route == chat_form.route else NO_ENGINE)
+        asked = self._judges.ask_unread(roles, reason) if reason else self._judges.ask(roles)
         reading = self._read(request, asked) if asked.reads else _nothing()
         texts, finding = await asyncio.gather(read_texts(self._judges, request), reading)
         return judge(self._judges, asked, finding, RequestRecord(route, live.name, live.hash), texts)

@@ -23,7 +23,8 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | route | |
 | --- | --- |
 | `POST /v1/chat/completions` | guarded, streamed or not; fields pass to vLLM as they are, but for those below |
-| `POST /v1/completions`, `POST /v1/responses` | the same |
+| `POST /v1/responses` | the same |
+| `POST /v1/completions` | the same by text; detectors that read the prompt in the model are unavailable: below |
 | `POST /v1/messages` | the same for Anthropic's clients, where vLLM serves it; errors have `type: error` too |
 | `POST /v1/embeddings` | judged by its texts; detectors that read the model are unavailable: `on_error` decides |
 | `POST /v1/rerank`, `/rerank`, `/v2/rerank` | with `GUARD_RERANK`: [reranking](use-cases/reranking.md) |
@@ -32,9 +33,17 @@ Generated from the code by `python -m guard.reference`; do not edit.
 | `GET /readyz`, `GET /health` | 200 while a vLLM is healthy too and the proxy is not told to stop, else 503: below |
 | `GET /metrics` | Prometheus; [what each series means](metrics.md) |
 
+A raw prompt, of `/v1/completions`, has no template: its client chooses where it ends and what of it is whose, and so
+where a detector would read. Those that read the model at the prompt's end, or at messages, are unavailable there and
+`on_error` decides, so that a policy with `on_error: block` takes none; those of text and of generated tokens go on.
+
 Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in
 `vllm_xargs`, `use_beam_search`, `add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`,
-`chat_template`, and the same under `chat_template_kwargs`; `truncation: auto`.
+`chat_template`, `return_assistant_tokens_mask`, and the same under `chat_template_kwargs`; there also whatever pads or
+cuts the prompt or makes it other tokens (`tokenize`, `padding`, `truncation`, `max_length`, `tokenizer_kwargs` and
+others, in `mm_processor_kwargs` too), or stands in the place of what the engine gives a template (`messages`,
+`eos_token` and others); `add_special_tokens: true` with messages; `prefix` and `partial` in a message;
+`truncation: auto`.
 
 Refused too, because no rule would read it: `enable_response_messages`, `kv_transfer_params` and `ec_transfer_params`.
 Where rules judge answers, these leave out `token_ids` in chats, and with `stop` or `stop_token_ids` everywhere;

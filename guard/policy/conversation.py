@@ -16,8 +16,10 @@ WORDS = (LAST_TURN, TOOL_RESULTS, NEW_TOOL_RESULTS)
 results of tools. ``new_tool_results``: those of them that are in the last turn."""
 
 TOOL_ROLES = ("tool", "function")
-OPERATORS_ROLES = ("system", "developer")
-"""What the operator writes into every request is part of no turn."""
+SYSTEM_ROLE, DEVELOPER_ROLE = "system", "developer"
+OPERATORS_ROLES = (SYSTEM_ROLE, DEVELOPER_ROLE)
+"""What the operator writes into every request is part of no turn. A developer's message is OpenAI's newer name for a
+system's, and meant wherever that is: neither word makes it nobody's."""
 
 ANSWERING_ROLE = "assistant"
 CLIENTS_ROLES = ("user", *TOOL_ROLES)
@@ -48,9 +50,14 @@ def roles_named(selectors: Iterable[str]) -> frozenset[str]:
     return frozenset(match["role"] for match in matched if match is not None and match["role"] is not None)
 
 
-def any_stranger(roles: Iterable[str]) -> bool:
-    """Whether there is a role that is not one of the API's."""
-    return any(role not in KNOWN_ROLES for role in roles)
+def any_stranger(roles: Iterable[str], named: Collection[str] = ()) -> bool:
+    """Whether there is a role that neither the API nor the policy has. named: as in ``resolved``."""
+    return any(role not in KNOWN_ROLES and role not in named for role in roles)
+
+
+def means_what_it_says(roles: Collection[str]) -> bool:
+    """Whether every selector of roles means the messages of these very roles, and no others."""
+    return DEVELOPER_ROLE not in roles and not any_stranger(roles)
 
 
 def resolved(selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None = None) -> tuple[str, ...]:
@@ -103,9 +110,9 @@ def _places(selector: str, roles: Sequence[str]) -> list[tuple[int, int | None]]
 
 def _meaning(selector: str, roles: Sequence[str], strangers: Set[int]) -> list[str]:
     if selector == TOOL_RESULTS:
-        return [one for role in TOOL_ROLES for one in _with_strangers(role, roles, strangers)]
+        return [one for role in TOOL_ROLES for one in _with_others(role, roles, strangers)]
     if selector not in WORDS:
-        return _with_strangers(selector, roles, strangers)
+        return _with_others(selector, roles, strangers)
     turn = range(_turn_begins(roles), len(roles))
     if selector == LAST_TURN:
         meant = [i for i in turn if roles[i] not in OPERATORS_ROLES]
@@ -114,12 +121,17 @@ def _meaning(selector: str, roles: Sequence[str], strangers: Set[int]) -> list[s
     return [f"message.{i}" for i in meant]
 
 
-def _with_strangers(selector: str, roles: Sequence[str], strangers: Set[int]) -> list[str]:
-    """The selector, or the messages that it means where messages of unknown roles are among them."""
+def _with_others(selector: str, roles: Sequence[str], strangers: Set[int]) -> list[str]:
+    """The selector, or the messages that it means where messages of other roles are among them."""
     match = SELECTOR.fullmatch(selector)
-    if not strangers or match is None or match["role"] not in CLIENTS_ROLES:
+    others: Set[int] = frozenset()
+    if match is not None and match["role"] in CLIENTS_ROLES:
+        others = strangers
+    elif match is not None and match["role"] == SYSTEM_ROLE:
+        others = frozenset(i for i, role in enumerate(roles) if role == DEVELOPER_ROLE)
+    if not others or match is None:
         return [selector]
-    meant = [i for i, role in enumerate(roles) if role == match["role"] or i in strangers]
+    meant = [i for i, role in enumerate(roles) if role == match["role"] or i in others]
     meant = {"first": meant[:1], "last": meant[-1:]}.get(match["which"], meant)
     part = "" if match["part"] is None else f".part.{match['part']}"
     return [f"message.{i}{part}" for i in meant]

@@ -15,7 +15,7 @@ from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec
 from guard.mistakes import first_mistake
 from guard.policy.bound import BoundPolicy
-from guard.policy.conversation import any_stranger
+from guard.policy.conversation import means_what_it_says
 from guard.policy.engine import Decision
 from guard.policy.measuring import Measurement, Part, Question, Steering, measurement, question, with_combined
 from guard.policy.schema import LATER, Stage
@@ -44,7 +44,7 @@ class Scores:
 class Judges:
     """``measured``: every detector of either policy once. ``beside``: the shadow's detectors by its own names.
 
-    ``settled``: what is asked of every request alike whose roles are known ones; None where it depends on the
+    ``settled``: what is asked of every request alike in which a role means itself alone; None where it depends on the
     conversation.
     """
 
@@ -54,15 +54,15 @@ class Judges:
     beside: Mapping[str, Measurement]
     settled: Question | None
 
-    def ask(self, roles: Sequence[str]) -> Question:
-        """What to ask the engine for a conversation of messages with these roles."""
-        if self.settled is not None and not any_stranger(roles):
+    def ask(self, roles: Sequence[str], unplaced: str = "") -> Question:
+        """What to ask the engine for a conversation of messages with these roles. unplaced: as in ``question``."""
+        if self.settled is not None and means_what_it_says(roles) and not unplaced:
             return self.settled
-        return self._growing(question(self.measured, roles, self.live.armed))
+        return self._growing(question(self.measured, roles, self.live.armed, unplaced))
 
-    def ask_alone(self, roles: Sequence[str], reason: str) -> Question:
+    def ask_alone(self, roles: Sequence[str], reason: str, unplaced: str = "") -> Question:
         """The same for the live policy alone: what only its shadow measures is unavailable, with ``reason``."""
-        asked = self._growing(question(self.live.measurements.values(), roles, self.live.armed))
+        asked = self._growing(question(self.live.measurements.values(), roles, self.live.armed, unplaced))
         missing = Score("unavailable", reason=reason)
         return replace(asked, known={**dict.fromkeys(self.only_beside, missing), **asked.known})
 
@@ -77,13 +77,14 @@ class Judges:
         """Keys of the detectors that only the shadow policy has."""
         return tuple(one.key for one in self.measured if one.key.startswith(SHADOW_PREFIX))
 
-    def ask_again(self, roles: Sequence[str], steerings: Sequence[Steering]) -> Question:
+    def ask_again(self, roles: Sequence[str], steerings: Sequence[Steering], unplaced: str = "") -> Question:
         """What to ask of an answer that is generated anew: what its rules and the steerings' gates read, no more."""
         needed = {self.live.measurements[name].key for name in self.live.detectors_of(LATER)}
         if self.shadow is not None:
             needed |= {self.beside[name].key for name in self.shadow.detectors_of(LATER)}
         needed |= {one.reads for one in steerings if one.reads is not None}
-        return self._growing(question([one for one in self.measured if one.key in needed], roles, steerings))
+        asked = [one for one in self.measured if one.key in needed]
+        return self._growing(question(asked, roles, steerings, unplaced))
 
     def _growing(self, asked: Question) -> Question:
         """The same, with readouts of the answer while it grows where rules judge it meanwhile."""

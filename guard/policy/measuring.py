@@ -38,13 +38,14 @@ from guard.mia.spec import (
     Steer,
     generates,
 )
-from guard.policy.conversation import WORDS, ConversationError, matches, places, resolved, roles_named
+from guard.policy.conversation import WORDS, ConversationError, any_stranger, matches, places, resolved, roles_named
 from guard.policy.readings import other_readings
 from guard.policy.schema import DetectorUse
 
 log = logging.getLogger("guard.policy")
 
 OUT_OF_SCOPE = "the request has no message in its scope"
+UNKNOWN_ROLE = "no message is known to be in its scope, and a message's role is unknown"
 GATE_PREFIX = ".."
 """Before the name of a probe that a rule's gate reads and no detector: no detector's key begins so."""
 
@@ -107,6 +108,11 @@ class Measurement:
         """Whether it needs what the model computes while it answers."""
         return any(map(generates, self.captures))
 
+    @cached_property
+    def reads_prompt(self) -> bool:
+        """Whether what it needs of the engine depends on where the prompt ends, or which of it is whose."""
+        return self.reads_engine and (bool(self.spans) or not all(map(generates, self.captures)))
+
     @property
     def depends_on_conversation(self) -> bool:
         return bool(self.scope) or any(one in WORDS for selectors in self.spans.values() for one in selectors)
@@ -114,6 +120,13 @@ class Measurement:
     def spans_in(self, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Plain selectors. Raises ``ConversationError``."""
         return {name: resolved(selectors, roles, self.named) for name, selectors in self.spans.items()}
+
+    def out_of_scope(self, roles: Sequence[str]) -> Score:
+        """Of a request in which no message is meant by the scope. Where a message has a role that nobody knows, it may
+        be one to the model: what should be read in the model is then missing, and does not apply only otherwise."""
+        if self.reads_engine and roles_named(self.scope) and any_stranger(roles, self.named):
+            return Score("unavailable", reason=UNKNOWN_ROLE)
+        return Score("not_applicable", reason=OUT_OF_SCOPE)
 
     def score(self, readouts: Readouts) -> Score:
         prefix = f"{self.key}."
@@ -327,17 +340,31 @@ class Question:
 
 
 def question(
-    measurements: Iterable[Measurement], roles: Sequence[str] | None, steerings: Sequence[Steering] = ()
+    measurements: Iterable[Measurement],
+    roles: Sequence[str] | None,
+    steerings: Sequence[Steering] = (),
+    unplaced: str = "",
 ) -> Question:
-    """What to ask for a conversation of messages with these roles; None leaves words in place, for checks alone."""
+    """What to ask for a conversation of messages with these roles; None leaves words in place, for checks alone.
+
+    unplaced: why nothing is known of where such a prompt ends and which of it is whose; empty where it is. Detectors
+    that depend on it are then unavailable, and gates that would read it are left out with their steering.
+    """
+    measurements = tuple(measurements)
+    lost = {one.key for one in measurements if unplaced and one.reads_prompt}
+    steerings = [one for one in steerings if one.reads not in lost]
     spans: dict[str, Span] = {}
     hidden: dict[str, HiddenCapture] = {}
     attention: dict[str, AttentionCapture] = {}
     probes = {name: capture for one in steerings for name, capture in one.probes.items()}
     known: dict[str, Score] = {}
     for one in measurements:
+        if one.key in lost:
+            # Whatever its scope: a message may be in there that nobody sees.
+            known[one.key] = Score("unavailable", reason=unplaced)
+            continue
         if roles is not None and one.scope and not matches(one.scope, roles, one.named):
-            known[one.key] = Score("not_applicable", reason=OUT_OF_SCOPE)
+            known[one.key] = one.out_of_scope(roles)
             continue
         if one.asks_again:
             # Its spans are texts that go into a conversation of its own.

@@ -52,8 +52,37 @@ UNMEASURABLE: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "truncate_prompt_tokens": (None,),
     "chat_template": (None,),
+    "return_assistant_tokens_mask": (None, False),
 }
 """Fields that decide what of a prompt the detectors get to see, and the values that change nothing."""
+
+TOKENIZING: dict[str, tuple[Any, ...]] = {
+    "tokenize": (None, False),
+    "padding": (None, False),
+    "truncation": (None, False),
+    "max_length": (None,),
+    "return_tensors": (None,),
+    "return_dict": (None, False),
+    "sanitize_control_tokens": (None, False),
+    "tokenizer_kwargs": (None,),
+    "processor_kwargs": (None,),
+    "text_kwargs": (None,),
+    "common_kwargs": (None,),
+    "load_audio_from_video": (None, False),
+    "add_special_tokens": (None, False),
+}
+"""Arguments of ``apply_chat_template``, and of a model's processor, that pad or cut a prompt, or make it other tokens:
+the model then reads something after, or before, the place where its answer begins."""
+
+REPLACING: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        *("self", "conversation", "messages", "model_config", "tokenizer", "template_id"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        *("additional_special_tokens", "extra_special_tokens"),
+    ),
+    (None,),
+)
+"""Variables that a template has from the engine: what else stands in their place is another prompt."""
 
 UNGUARDED: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
@@ -173,14 +202,21 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
 def _check_guardable(fields: dict[str, Any]) -> None:
     """Detectors are calibrated on whole prompts that end where the model begins its answer. What would have them
     measure elsewhere, or not at all, is not a client's to choose; nor is what no rule would read."""
-    template = fields.get("chat_template_kwargs")
-    places: list[tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = [
-        ("", fields, UNMEASURABLE | UNGUARDED),
-        ("chat_template_kwargs.", template if isinstance(template, dict) else {}, UNMEASURABLE),
-    ]
-    for prefix, given, values in places:
+    top = UNMEASURABLE | UNGUARDED
+    if "messages" in fields:
+        # Of a text, special tokens are the tokenizer's default.
+        top = top | {"add_special_tokens": TOKENIZING["add_special_tokens"]}
+    inside = {
+        "chat_template_kwargs": UNMEASURABLE | TOKENIZING | REPLACING,
+        "mm_processor_kwargs": TOKENIZING,
+    }
+    places: list[tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = [("", fields, top)]
+    for name, values in inside.items():
+        given = fields.get(name)
+        places.append((f"{name}.", given if isinstance(given, dict) else {}, values))
+    for prefix, found, values in places:
         for name, harmless in values.items():
-            if name in given and given[name] not in harmless:
+            if name in found and found[name] not in harmless:
                 raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
 
 

@@ -67,6 +67,10 @@ class Piece:
                 owner[key] = None
 
 
+UNFINISHED = ("prefix", "partial")
+"""Fields by which some servers take a message for the beginning of the answer."""
+
+
 def check_messages(fields: Fields) -> None:
     """Raises ``InvalidRequestError`` unless there are messages, each with a role."""
     messages = fields.get("messages")
@@ -77,6 +81,10 @@ def check_messages(fields: Fields) -> None:
             raise InvalidRequestError(f"messages[{i}] must be an object", f"messages[{i}]")
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"messages[{i}].role must be a string", f"messages[{i}].role")
+        for name in UNFINISHED:
+            if message.get(name) not in (None, False):
+                where = f"messages[{i}].{name}"
+                raise InvalidRequestError(f"{where}: an answer to go on with cannot be guarded", where)
 
 
 def whole_number(value: Any) -> int | None:
@@ -169,7 +177,8 @@ class Ending:
 class Texts:
     """Requests of one API. ``check`` raises ``InvalidRequestError``; ``roles``: of the messages as the model sees
     them. ``beside``: what a template may show as well; its message's index is negative where it is in none.
-    ``unread``: why the texts are not all that the model reads; empty when they are."""
+    ``unread``: why the texts are not all that the model reads; empty when they are. ``unplaced``: why nothing is known
+    of where a prompt ends and which of it is whose; empty where a template settles that."""
 
     route: str
     check: Callable[[Fields], None]
@@ -177,6 +186,7 @@ class Texts:
     slots: Callable[[Fields], list[Slot]]
     beside: Callable[[Fields], list[Slot]]
     unread: Callable[[Fields], str]
+    unplaced: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ from guard.proxy.wire import (
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RAW = "a raw prompt has no template: the client chooses where it ends, and what of it is whose"
+"""Detectors are calibrated where a template lets the answer begin: a raw prompt that ends a token sooner or later, or
+with the beginning of an answer, has another reading there."""
+
 MAX_CHOICES = 128
 """Most that are answered, where no engine has checked the number yet."""
 
@@ -252,6 +256,7 @@ completions_form = Form(
     slots=_slots_of_prompt,
     beside=around,
     unread=_unread_prompt,
+    unplaced=RAW,
     choices=_number_of_choices,
     words=_words,
     pieces=_pieces,

@@ -36,6 +36,12 @@ AGENT = ("system", "user", "assistant", "tool", "tool", "assistant", "tool")
         (("new_tool_results",), ("user", "assistant", "ipython"), ("message.2",)),
         (("assistant",), ("user", "human"), ("assistant",)),
         (("user", "document"), ("document", "user"), ("user", "document")),
+        # OpenAI's newer name of the system's message.
+        (("system",), ("developer", "user"), ("message.0",)),
+        (("system.last",), ("system", "user", "developer"), ("message.2",)),
+        (("system", "user.last"), ("system", "developer", "user"), ("message.0", "message.1", "user.last")),
+        (("system.first.part.0",), ("developer", "system"), ("message.0.part.0",)),
+        (("developer",), ("system", "developer"), ("developer",)),
     ],
 )
 def test_a_word_means_the_messages_of_its_kind(
@@ -68,6 +74,8 @@ def test_what_cannot_be_named_is_an_error_and_not_an_empty_span() -> None:
         (("user",), ("system", "human"), True),
         (("new_tool_results",), ("user", "assistant", "Tool"), True),
         (("system",), ("human",), False),
+        (("system",), ("developer", "user"), True),
+        (("developer",), ("system", "user"), False),
     ],
 )
 def test_a_scope_holds_when_any_message_is_meant(scope: tuple[str, ...], roles: tuple[str, ...], applies: bool) -> None:

@@ -89,6 +89,33 @@ def test_an_answer_is_held_for_scores_of_the_live_policy_alone(tmp_path: Path) -
     assert both.hold_s(both.ask(("user", "tool"))) == 30
 
 
+@pytest.mark.parametrize(
+    ("roles", "status"),
+    [
+        (("system", "user"), None),
+        (("developer", "user"), None),
+        (("user",), "not_applicable"),
+        (("user", "assistant", "tool"), "not_applicable"),
+        (("System", "user"), "unavailable"),
+        (("user", "operator"), "unavailable"),
+    ],
+)
+def test_no_name_of_a_role_takes_a_system_message_out_of_scope(
+    tmp_path: Path, roles: tuple[str, ...], status: str | None
+) -> None:
+    scoped = LIVE.replace("same: {kind: fake}", "same: {kind: fake, scope: system}")
+    known = judges(bound(tmp_path, scoped), None).ask(roles).known.get("same")
+    assert (known.status if known else None) == status
+
+
+def test_a_developers_message_is_where_a_span_of_the_systems_is(tmp_path: Path) -> None:
+    spanned = LIVE.replace("data: user", "data: system")
+    asking = judges(bound(tmp_path, spanned), None)
+    assert asking.ask(("system", "user")).spec.spans["mine.data"] == ("system",)
+    assert asking.ask(("developer", "user")).spec.spans["mine.data"] == ("message.0",)
+    assert asking.ask(("system", "user", "developer")).spec.spans["mine.data"] == ("message.0", "message.2")
+
+
 def test_what_is_missing_is_missing_for_both(tmp_path: Path) -> None:
     both = judges(bound(tmp_path, LIVE), bound(tmp_path, SHADOW))
     scores = both.scores(both.ask(("user",)), None, "late", timed_out=True)

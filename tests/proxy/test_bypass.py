@@ -224,7 +224,6 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
         CHAT, {**BODY, "chat_template_kwargs": {"image_url": "secret"}},
     ),
     "an argument of the template": (CHAT, {**BODY, "chat_template_kwargs": {"date_string": "secret"}}),
-    "a token that the template writes": (CHAT, {**BODY, "chat_template_kwargs": {"bos_token": "secret"}}),
     "a prompt in a list": (COMPLETIONS, {"model": "tiny", "prompt": ["secret"]}),
     "the text after": (COMPLETIONS, {"model": "tiny", "prompt": "a", "suffix": "secret"}),
     "instructions": (RESPONSES, {**BODIES[RESPONSES], "instructions": "secret"}),

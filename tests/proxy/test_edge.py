@@ -75,6 +75,28 @@ MALFORMED = {
         wire(b'"chat_template_kwargs":{"add_generation_prompt":false}'),
         "chat_template_kwargs.add_generation_prompt",
     ),
+    "a prompt that is padded": (
+        wire(b'"chat_template_kwargs":{"tokenize":true,"padding":"max_length","max_length":36}'),
+        "chat_template_kwargs.tokenize",
+    ),
+    "padding alone": (wire(b'"chat_template_kwargs":{"padding":true}'), "chat_template_kwargs.padding"),
+    "a prompt cut by its template": (
+        wire(b'"chat_template_kwargs":{"truncation":true,"max_length":9}'),
+        "chat_template_kwargs.truncation",
+    ),
+    "a prompt made tokens for a mask": (wire(b'"return_assistant_tokens_mask":true'), "return_assistant_tokens_mask"),
+    "special tokens around a chat": (wire(b'"add_special_tokens":true'), "add_special_tokens"),
+    "arguments for the tokenizer": (
+        wire(b'"chat_template_kwargs":{"tokenizer_kwargs":{"padding":"max_length"}}'),
+        "chat_template_kwargs.tokenizer_kwargs",
+    ),
+    "a processor that cuts": (wire(b'"mm_processor_kwargs":{"max_length":9}'), "mm_processor_kwargs.max_length"),
+    "another conversation": (wire(b'"chat_template_kwargs":{"conversation":[]}'), "chat_template_kwargs.conversation"),
+    "another end of a message": (wire(b'"chat_template_kwargs":{"eos_token":"x"}'), "chat_template_kwargs.eos_token"),
+    "a message to go on with": (
+        b'{"model":"tiny","messages":[{"role":"assistant","content":"Sure,","prefix":true}]}',
+        "messages[0].prefix",
+    ),
 }
 
 

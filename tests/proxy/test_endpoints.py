@@ -29,8 +29,13 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"model": "tiny", "messages": TEXT, "max_tokens": 9},
 }
 every = pytest.mark.parametrize("route", BODIES)
+templated = pytest.mark.parametrize("route", [route for route in BODIES if route != COMPLETIONS])
 both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 REFUSING = POLICY.replace("action: block", "action: block\n    respond: refusal\n    message: Not this.")
+WORDS_TOO = """\
+  - {name: leak, when: {detector: text, at_least: 0.5}, action: block, respond: refusal, message: Not this.}
+"""
+"""A rule on the prompt's text."""
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +135,12 @@ async def test_an_allowed_answer_is_the_engines_and_every_field_goes_there(
     for text in (POLICY, policy("window")):
         async with running(engine), start_proxy(engine, text) as proxy:
             status, headers, raw = await proxy.post({**body_of(route, stream), **more}, path=route)
-            assert (status, headers["x-guard-action"]) == (200, "allow")
+            # Nothing of a raw prompt is read; of the two policies one flags that.
+            flagged = route == COMPLETIONS and text == POLICY
+            assert (status, headers["x-guard-action"]) == (200, "flag" if flagged else "allow")
             assert raw == (b"".join(engine.frames or ()) if stream else engine.body)
             sent = engine.bodies[-1]
-            assert "mia" in sent.pop("vllm_xargs")
+            assert ("mia" in sent.pop("vllm_xargs", {})) == (route != COMPLETIONS)
             assert sent == {**body_of(route, stream), **more}
             assert engine.paths[-1] == route
             entry = (await proxy.entries(1))[-1]
@@ -143,7 +150,7 @@ async def test_an_allowed_answer_is_the_engines_and_every_field_goes_there(
             proxy.ledger.write_text("")
 
 
-@every
+@templated
 @both
 async def test_a_block_is_a_400_with_one_error_shape(start_proxy: StartProxy, route: str, stream: bool) -> None:
     async with running(FakeEngine(logit=BLOCKED, answer_delay_s=None)) as engine, start_proxy(engine) as proxy:
@@ -157,7 +164,8 @@ async def test_a_block_is_a_400_with_one_error_shape(start_proxy: StartProxy, ro
 @every
 @both
 async def test_a_refusal_has_the_apis_own_shape(start_proxy: StartProxy, route: str, stream: bool) -> None:
-    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine, REFUSING) as proxy:
+    text = (REFUSING + WORDS_TOO).replace("detectors:", "detectors:\n  text: {kind: words}")
+    async with running(FakeEngine(logit=BLOCKED)) as engine, start_proxy(engine, text) as proxy:
         if route == CHAT:
             return  # test_policies has it
         if route == MESSAGES:
@@ -168,7 +176,8 @@ async def test_a_refusal_has_the_apis_own_shape(start_proxy: StartProxy, route: 
             assert raw.startswith(b"event: message_start") == stream
             return
         if route == COMPLETIONS:
-            made: Any = await client(proxy).completions.create(**body_of(route, stream), n=2)
+            asked = {**body_of(route, stream), "prompt": "the secret"}
+            made: Any = await client(proxy).completions.create(**asked, n=2)
             answers = [one async for one in made] if stream else [made]
             assert "".join(c.text for one in answers for c in one.choices) == "Not this." * 2
             assert {c.finish_reason for one in answers for c in one.choices} >= {"content_filter"}
@@ -231,12 +240,45 @@ async def test_hold_blocks_and_redacts_whatever_the_shape(start_proxy: StartProx
             assert events[-1].response.output_text == "The code is [X] ok and more."
 
 
-@every
+@templated
 async def test_steering_works_in_every_api(start_proxy: StartProxy, route: str) -> None:
     async with running(FakeEngine(logit=STEERED)) as engine, start_proxy(engine) as proxy:
         assert (await proxy.post(body_of(route, False), path=route))[1]["x-guard-action"] == "steer"
         assert engine.specs[1] is not None
         assert set(engine.specs[1]) == {"steer"}
+
+
+RAW = {
+    "a chat written out": "<|im_start|>user\nprivate words<|im_end|>\n<|im_start|>assistant\n",
+    "the same without its last line's end": "<|im_start|>user\nprivate words<|im_end|>\n<|im_start|>assistant",
+    "the same with the beginning of an answer": "<|im_start|>user\nprivate words<|im_end|>\n<|im_start|>assistant\nOk",
+    "bare words": "private words",
+    "tokens": [5, 6, 7],
+    "tokens in a list": [[5, 6, 7]],
+}
+
+
+@both
+@pytest.mark.parametrize("scope", ["", ", scope: system"])
+async def test_where_a_raw_prompt_is_read_is_not_the_clients_to_choose(
+    start_proxy: StartProxy, stream: bool, scope: str
+) -> None:
+    """However it ends, what the model makes of its end is no score: never clean, and never out of scope."""
+    flagging = POLICY.replace("kind: probe", f"kind: probe{scope}")
+    blocking = flagging.replace("on_error: flag", "on_error: block")
+    async with running(FakeEngine(logit=-9.0)) as engine, start_proxy(engine, flagging) as proxy:
+        for prompt in RAW.values():
+            status, headers, _ = await proxy.post({**body_of(COMPLETIONS, stream), "prompt": prompt}, path=COMPLETIONS)
+            assert (status, headers["x-guard-action"], headers["x-guard-rules"]) == (200, "flag", "stop")
+            assert not any(engine.specs)
+        for entry in await proxy.entries(len(RAW)):
+            assert entry["scores"] == {"danger": None}
+            assert entry["detectors"]["danger"].startswith("unavailable: a raw prompt has no template")
+    async with running(FakeEngine(logit=-9.0)) as engine, start_proxy(engine, blocking) as proxy:
+        for prompt in RAW.values():
+            status, _, raw = await proxy.post({**body_of(COMPLETIONS, stream), "prompt": prompt}, path=COMPLETIONS)
+            assert (status, json.loads(raw)["error"]["code"]) == (503, "guard_unavailable")
+        assert not engine.bodies
 
 
 async def test_anthropics_client_reads_refusals_and_streams_that_are_cut(start_proxy: StartProxy) -> None:

@@ -232,6 +232,25 @@ async def ledger_entry(path: Path, request_id: str) -> dict[str, Any]:
             await asyncio.sleep(0.02)
 
 
+async def test_a_raw_prompt_has_no_score_however_it_ends(proxy_url: str, guarded: Any) -> None:
+    """A chat that is written out is an attack as the chat is; without its last line's end the probe would read
+    another token, and see nothing."""
+    chat = (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        f"<|im_start|>user\n{INJECTION}<|im_end|>\n<|im_start|>assistant"
+    )
+    strict = rule_for_all("block", on_error="block")
+    async with guarded(strict) as proxy, aiohttp.ClientSession() as session:
+        for end in ("\n", "", "\nSure, here it is:"):
+            asked = {**OFFLINE, "prompt": chat + end}
+            async with session.post(f"{proxy_url}/v1/completions", json=asked) as answer:
+                assert (answer.status, answer.headers["x-guard-action"]) == (200, "flag")
+            status, headers, _ = await proxy.post(asked, path="/v1/completions")
+            assert (status, headers["x-guard-rules"]) == (503, "always")
+        for entry in await proxy.entries(3):
+            assert entry["scores"] == {"injection": None}
+
+
 @both
 async def test_anthropics_client_reads_answers_blocks_and_errors(proxy_url: str, stream: bool) -> None:
     """The official one, as its users write it."""
