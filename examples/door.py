@@ -42,7 +42,8 @@ def parser(description: str | None, taps: EngineConfig, *server_arguments: str) 
 def server_command(taps: EngineConfig, *more: str) -> str:
     """How to start vLLM with the default model and these taps. The page of each example has it, too."""
     lines = [
-        ".venv/bin/python -m vllm.entrypoints.openai.api_server",
+        # Without it vLLM loads the taps, and none of the plugin's routes.
+        "VLLM_PLUGINS=mia .venv/bin/python -m vllm.entrypoints.openai.api_server",
         f"--model ~/.cache/mia-guard/models/SmolLM2-135M-Instruct --served-model-name {DEFAULT_MODEL}",
         "--port 8001 --max-model-len 4096 --middleware guard.mia.server.MiaMiddleware",
         *more,

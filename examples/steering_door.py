@@ -92,6 +92,11 @@ def _of_server(client: MiaClient, model: str, folder: Path) -> Steerable:
     def load(name: str) -> None:
         try:
             client.client.put(f"/mia/vectors/{name}", cast_to=object)
+        except openai.NotFoundError:
+            raise SystemExit(
+                "the server has no route /v1/mia/vectors: start vLLM with VLLM_PLUGINS=mia, and ask it and not the "
+                "guard's proxy; --help has the whole command"
+            ) from None
         except openai.BadRequestError as error:
             reason = error.body.get("message") if isinstance(error.body, dict) else error.message
             raise SystemExit(f"{reason}: --vectors, {folder}, must be the server's steering_folder") from None

@@ -52,6 +52,7 @@ Configs = Annotated[
     ),
 ]
 Name = Annotated[str, typer.Argument(help="The vector's name; at a layer it is NAME-LAYER.", metavar="NAME")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files of another run.")]
 Layers = Annotated[str | None, typer.Option(help="As in all, 8,12 or 8-12.")]
 
 
@@ -78,14 +79,16 @@ def learn(
         ),
     ] = At.last,
     configs: Configs = None,
+    force: Force = False,
 ) -> None:
     """Learn a steering vector at each layer from pairs of examples, and write it where guard serve finds it.
 
-    Six layers, evenly spaced, unless --layers says which. A run that was stopped goes on where it was.
+    Six layers, evenly spaced, unless --layers says which. A run that was stopped goes on where it was. Vectors of this
+    name from other pairs, or learnt in another way, are not replaced without --force.
     """
     from detectors.calibration.features import model_shape
     from detectors.calibration.progress import Reporter
-    from guard.steering.job import LearnJob, learn_vectors, write_vectors
+    from guard.steering.job import LearnJob, check_replaces_no_other, learn_vectors, write_vectors
     from guard.steering.rows import read_pairs
     from guard.steering.settings import parse_layers
     from guard.steering.vector_files import checked_name
@@ -100,6 +103,8 @@ def learn(
         command = shlex.join(["guard", "steer", "learn", checked_name(name, chosen), *options])
         check_writable(_steering(configs, key))
         job = LearnJob(name, folder, key, read, chosen, method.value, at.value, command)
+        if not force:
+            check_replaces_no_other(job, _steering(configs, key))
         with Reporter() as reporter:
             reporter.total(len(read.positive) + len(read.negative))
             learnt = learn_vectors(job, reporter.advance_to)
@@ -144,18 +149,20 @@ def sweep(
         Path | None, typer.Option(help="File for all trials; the plot lies beside it. Default: NAME-sweep.json.")
     ] = None,
     configs: Configs = None,
+    force: Force = False,
 ) -> None:
     """Try a vector at every layer it was learnt at with several coefficients, and recommend a setting.
 
     Of each setting are measured: the effect; the perplexity of the answers to the unsteered model; repetition.
-    Recommended is the strongest effect that keeps to the limits of both. A run that was stopped goes on where it was.
+    Recommended is the strongest effect that keeps to the limits of both. A run that was stopped goes on where it was;
+    files of another sweep are not replaced without --force.
     """
     from detectors.calibration.progress import Reporter
     from guard.steering.job import SweepJob, sweep_settings
     from guard.steering.measures import make_measure
     from guard.steering.report import plot, table
     from guard.steering.rows import read_prompts
-    from guard.steering.settings import chosen_layers, parse_coefficients
+    from guard.steering.settings import SettingsError, chosen_layers, parse_coefficients
     from guard.steering.sweep import Sweep
     from guard.writable import check_writable
 
@@ -165,6 +172,9 @@ def sweep(
         vectors = _steering(configs, key)
         chosen = chosen_layers(vectors, name, layers)
         file = out or Path(f"{name}-sweep.json")
+        picture = file.with_suffix(".svg")
+        if picture == file:
+            raise SettingsError("--out is the file of the trials; the plot beside it ends in .svg")
         check_writable(file.parent)
         options = ["--prompts", prompts.name, "--measure", measure, "--model", model, "--phase", phase.value]
         options += ["--layers", ",".join(map(str, chosen)), "--coefficients", coefficients]
@@ -173,9 +183,9 @@ def sweep(
         tried = Sweep(name, chosen, strengths, phase.value, max_tokens, read, effect, perplexity_factor)
         with Reporter() as reporter:
             reporter.total(1 + len(chosen) * len(strengths))
-            result = sweep_settings(SweepJob(tried, folder, key, vectors, file, command), reporter.advance_to)
+            job = SweepJob(tried, folder, key, vectors, file, picture, command, force)
+            result = sweep_settings(job, reporter.advance_to)
             reporter.console.print(table(tried, result))
-        picture = file.with_suffix(".svg")
         picture.write_text(plot(tried, result), encoding="utf-8")
     typer.echo(f"wrote {file} and {picture}")
     if (best := result.recommended) is None:

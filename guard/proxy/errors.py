@@ -17,6 +17,7 @@
     ├── GuardUnavailableError     503  a rule that blocks on_error got no score
     ├── SteeringError             502  vLLM cannot steer as the policy says
     ├── RoutingError              502  vLLM does not serve the model that a rule routes to
+    ├── RedactionError            502  a rule redacts documents, whose order would say nothing
     ├── UpstreamError             502  vLLM cannot be reached, or its answer broke off
     │   ├── UpstreamBusyError     503  it does not accept connections in time
     │   └── UpstreamSilentError   504  it accepted, and then said nothing
@@ -192,6 +193,13 @@ class SteeringError(ApiError):
 class RoutingError(ApiError):
     status = 502
     code = "routing_unavailable"
+    outcome = "guard_unavailable"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
+
+
+class RedactionError(ApiError):
+    status = 502
+    code = "redaction_unavailable"
     outcome = "guard_unavailable"
     headers: Mapping[str, str] = {"x-should-retry": "false"}
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from guard.proxy.access import check_media_type
 from guard.proxy.errors import NotFoundError
 from guard.proxy.exchange import Exchange
-from guard.proxy.services import SERVED, Services
+from guard.proxy.services import Services, served
 
 
 async def other(services: Services, exchange: Exchange) -> None:
     """Raises ``NotFoundError`` for a path that is not in ``passed_paths``."""
     path, method, settings = exchange.scope["path"], exchange.scope["method"], services.settings
     if path not in settings.passed_paths:
-        raise NotFoundError(f"the guard serves {SERVED}")
+        raise NotFoundError(f"the guard serves {served(services.reranker is not None)}")
     if method not in ("GET", "HEAD") and not services.access.keys.current.asked_for:
         check_media_type(exchange.headers)
     body = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)

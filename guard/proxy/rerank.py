@@ -21,9 +21,9 @@ from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Whole
 from guard.proxy.body import GuardedRequest, parsed
-from guard.proxy.chat import redacted_and_routed
 from guard.proxy.errors import (
     InvalidRequestError,
+    RedactionError,
     RoutingError,
     SteeringError,
     UpstreamError,
@@ -130,7 +130,8 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
             raise SteeringError(f"rule {decision.rule} steers, which an order of documents cannot be")
         if decision.action == "route":
             raise RoutingError(f"rule {decision.rule} routes to a model whose heads the reranker does not know")
-        request = redacted_and_routed(request, decision, judges)
+        if decision.action == "redact":
+            raise RedactionError(f"rule {decision.rule} redacts, which leaves texts that have no order")
         await exchange.until_client_leaves(_rerank(services, exchange, request, config, path))
 
     return handle

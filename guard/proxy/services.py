@@ -48,7 +48,6 @@ RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")
 """Paths of one API, where the reranker is on; the first is the route that they are counted under."""
 
 GUARDED = (*(form.route for form in FORMS), EMBEDDINGS)
-SERVED = f"POST {', '.join(GUARDED)} and GET {MODELS}"
 ROUTES = (*GUARDED, RERANK[0], MODELS, OTHER)
 """The values of the label ``route``."""
 
@@ -175,6 +174,11 @@ class Services:
                     await asyncio.sleep(0.005)
         except TimeoutError:
             return
+
+
+def served(reranks: bool) -> str:
+    """The paths that a guard has, for who asks for another."""
+    return f"POST {', '.join((*GUARDED, *(RERANK if reranks else ())))} and GET {MODELS}"
 
 
 def reranker_of(settings: Settings) -> RerankerConfig | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from detectors.calibration.provenance import versions
 from detectors.calibration.readers import HOST_BYTES, open_engine
 from guard.mia.engine_config import EngineConfig
@@ -20,7 +22,8 @@ from guard.steering.learning import Learnt, Method, learn
 from guard.steering.rows import Pairs
 from guard.steering.states import At, Reading, default_store, read_states
 from guard.steering.sweep import Result, Sweep, Trial, kept_trials, run_sweep, sweep_key, write_trials
-from guard.steering.vector_files import name_at, write_vector
+from guard.steering.vector_files import name_at, read_vector, write_vector
+from guard.writable import NotWritableError
 
 TOKENS_PER_STEP = 2048
 """Of which every one may be copied at every layer."""
@@ -64,6 +67,28 @@ def reading_engine(model: Path, reading: Reading) -> AbstractContextManager[Any]
     return engine
 
 
+def check_replaces_no_other(job: LearnJob, folder: Path) -> None:
+    """Vectors that were learnt otherwise stay: policies may serve them. Raises ``NotWritableError``."""
+    same = {
+        "pairs_sha256": job.pairs.sha256,
+        "method": job.method,
+        "at": job.at,
+        "model_sha256": weights_sha256(job.model),
+    }
+    for layer in job.layers:
+        path = folder / f"{name_at(job.name, layer)}.safetensors"
+        if path.exists() and not _learnt_so(path, same):
+            raise NotWritableError(f"{path}: was learnt otherwise; give another name, or --force to replace it")
+
+
+def _learnt_so(path: Path, same: dict[str, str]) -> bool:
+    try:
+        record = read_vector(path)[1]
+    except (OSError, SafetensorError, ValueError):
+        return False
+    return all(record.get(name) == value for name, value in same.items())
+
+
 def write_vectors(job: LearnJob, learnt: list[Learnt], folder: Path) -> list[Path]:
     common = {
         "name": job.name,
@@ -96,25 +121,30 @@ def write_vectors(job: LearnJob, learnt: list[Learnt], folder: Path) -> list[Pat
 
 @dataclass(frozen=True)
 class SweepJob:
-    """``vectors``: the model's steering folder. ``out``: the trials' file."""
+    """``vectors``: the model's steering folder. ``out``: the trials' file. ``picture``: the plot's, written by the
+    caller. ``force``: replace files of another sweep."""
 
     sweep: Sweep
     model: Path
     config_key: str
     vectors: Path
     out: Path
+    picture: Path
     command: str
+    force: bool = False
 
 
 def sweep_settings(job: SweepJob, progress: Callable[[int], None]) -> Result:
     """Try all settings, keeping what is done in ``job.out``. ``progress`` gets the number of settings done, of which
-    the unsteered one is one."""
+    the unsteered one is one. Raises ``NotWritableError`` where files of something else are in the way."""
     sweep = job.sweep
     model_sha256 = weights_sha256(job.model)
     vectors = {
         layer: (job.vectors / f"{name_at(sweep.name, layer)}.safetensors").read_bytes() for layer in sweep.layers
     }
     key = sweep_key(sweep, model_sha256, vectors)
+    if not job.force:
+        _check_replaces_no_other(job, key)
     about = {
         "vector": sweep.name,
         "model": job.config_key,
@@ -146,3 +176,11 @@ def sweep_settings(job: SweepJob, progress: Callable[[int], None]) -> Result:
     tried = {(one.layer, one.coefficient): one for one in (*kept, result.unsteered, *result.trials)}
     write_trials(job.out, key, list(tried.values()), {**about, "recommended": chosen})
     return result
+
+
+def _check_replaces_no_other(job: SweepJob, key: str) -> None:
+    if kept_trials(job.out, key):
+        return
+    for path in (job.out, job.picture):
+        if path.exists():
+            raise NotWritableError(f"{path}: is not of this sweep; give another --out, or --force to replace it")

@@ -27,6 +27,8 @@ INTRODUCTION = "Columns of a database, each as column@table:"
 INSTRUCTION = "Copy the columns, as column@table, that a query for this question needs.\nQuestion: "
 CAPTURE = "link"
 EPSILON = 1e-8
+LEAST_TEMPERATURE = 1e-6
+"""Where the likeliest column has all; a logit divided by much less is no number."""
 TEMPERATURE, TOP_P = 1.0, 0.8
 
 
@@ -90,8 +92,8 @@ def column_scores(readouts: Readouts, columns: int) -> Floats:
 
 def choose(scores: Floats, temperature: float = TEMPERATURE, top_p: float = TOP_P) -> Linked:
     """scores: ``[columns]``. At least one column is chosen; all with ``top_p`` 1. Raises ``ValueError``."""
-    if not temperature > 0:
-        raise ValueError(f"temperature is above 0, not {temperature:g}")
+    if not LEAST_TEMPERATURE <= temperature < np.inf:
+        raise ValueError(f"temperature is a number from {LEAST_TEMPERATURE:g} on, not {temperature:g}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is above 0 and at most 1, not {top_p:g}")
     logits = np.log(scores + EPSILON) / temperature

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -563,3 +564,30 @@ async def test_an_assignment_may_go_by_route(start_proxy: StartProxy, tmp_path: 
         for other in BODIES:
             label = (await proxy.post(BODIES[other], path=other))[1]["x-guard-policy"]
             assert label.startswith("lax@" if other == route else "test@")
+
+
+@pytest.mark.parametrize("replacement", ["gone", "' '"])
+async def test_a_rule_that_redacts_documents_is_named_and_they_get_no_order(
+    start_proxy: StartProxy, tmp_path: Path, replacement: str
+) -> None:
+    config = tmp_path / "configs" / "core_reranker" / "tiny.json"
+    config.parent.mkdir(parents=True)
+    config.write_text('{"model_info": {"name": "tiny"}, "params": {"important_heads": [[0, 0]]}}')
+    text = f"""version: 1
+name: p
+detectors:
+  bad: {{kind: words}}
+rules:
+  - name: bad
+    when: {{detector: bad, at_least: 1}}
+    action: redact
+    redact: {{messages: [tool.all], replacement: {replacement}}}
+"""
+    settings = {"rerank": True, "model_configs": tmp_path / "configs", "config_key": "tiny"}
+    async with running(FakeEngine()) as engine, start_proxy(engine, text, **settings) as proxy:
+        body = {"model": "tiny", "query": "q", "documents": ["a secret", "b"]}
+        status, _, raw = await proxy.post(body, path="/v1/rerank")
+        assert (status, json.loads(raw)["error"]["code"]) == (502, "redaction_unavailable"), raw
+        assert "rule bad" in json.loads(raw)["error"]["message"]
+        _, _, raw = await proxy.post({}, path="/v1/nothing")
+        assert "/v1/rerank, /rerank, /v2/rerank" in json.loads(raw)["error"]["message"]

@@ -20,6 +20,7 @@ from tests.engine.engines import in_process
 CHECKOUT = Path(__file__).parents[2]
 PROMPTS = str(CHECKOUT / "examples" / "prompts.jsonl")
 KEY = "SmolLM2-135M-Instruct"
+MODELS = cache_folder() / "models"
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
@@ -65,6 +66,48 @@ def test_a_sweep_that_cannot_be_is_refused_before_an_engine_starts(
     code, _, error = invoke("sweep", "nothing", *(word for pair in options.items() for word in pair))
     assert (code, error.count("\n")) == (1, 1)
     assert told in error
+
+
+def test_files_of_something_else_are_not_replaced_and_no_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if vllm_build() is None:
+        pytest.skip("needs vLLM: make install")
+    pull("smollm2-135m")
+
+    class StartedError(Exception):
+        pass
+
+    def start(*_args: object, **_kwargs: object) -> None:
+        raise StartedError
+
+    monkeypatch.setattr("guard.steering.job.open_engine", start)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "mia-guard").mkdir(parents=True)
+    (tmp_path / "cache" / "mia-guard" / "models").symlink_to(MODELS)
+    vector = write_vector(tmp_path / "steering" / KEY, "list-20", np.ones(4, np.float32), {"pairs_sha256": "others"})
+    there = vector.read_bytes()
+    learn = ["learn", "list", "--pairs", str(CHECKOUT / "examples" / "pairs" / "list.jsonl"), "--layers", "20"]
+    sweep = ["sweep", "list", "--prompts", PROMPTS, "--measure", "language:fr", "--out", str(tmp_path / "kept.json")]
+
+    def refused(*arguments: str) -> str:
+        code, _, error = invoke(*arguments, "--configs", str(tmp_path))
+        assert (code, error.count("\n")) == (1, 1), error
+        with pytest.raises(StartedError):
+            CliRunner().invoke(
+                app, ["steer", *arguments, "--configs", str(tmp_path), "--force"], catch_exceptions=False
+            )
+        return error
+
+    assert "list-20.safetensors: was learnt otherwise" in refused(*learn)
+    assert vector.read_bytes() == there
+    for name, text in (("kept.svg", "<svg/>"), ("kept.json", '{"key": "of another sweep", "trials": []}')):
+        (tmp_path / name).write_text(text)
+        assert f"{name}: is not of this sweep" in refused(*sweep)
+        assert (tmp_path / name).read_text() == text
+    code, _, error = invoke(*sweep[:-1], str(tmp_path / "new.svg"), "--configs", str(tmp_path))
+    assert (code, error.count("\n")) == (1, 1)
+    assert "--out is the file of the trials" in error
 
 
 @pytest.mark.engine

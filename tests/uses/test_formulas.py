@@ -50,7 +50,13 @@ def test_the_shortest_run_of_likely_columns_is_chosen() -> None:
     assert choose(scores, top_p=1).selected == choose(scores).ranking == (1, 2, 0)
     assert choose(scores, temperature=0.25, top_p=0.9).selected == (1,)
     assert choose(np.zeros(3), top_p=0.5).selected == (0, 1)
-    for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.1}):
+    for wrong in (
+        {"temperature": 0.0},
+        {"temperature": 1e-308},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             choose(scores, **wrong)
 

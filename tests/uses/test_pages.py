@@ -6,9 +6,12 @@ import importlib
 import json
 import re
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.uses.ranking import difference
@@ -101,3 +104,38 @@ def test_each_page_has_the_server_that_its_examples_help_names(
     text = (PAGES / page).read_text(encoding="utf-8")
     assert f"```\n{command}\n```" in text
     assert f".venv/bin/python examples/{example}.py {then.strip()}\n" in text
+
+
+def test_each_server_that_a_page_starts_names_the_plugin_without_which_it_has_no_routes() -> None:
+    pages = [*(CHECKOUT / "docs").rglob("*.md"), CHECKOUT / "README.md"]
+    blocks = [block for page in pages for block in re.findall(r"```\w*\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
+    servers = [block for block in blocks if "guard.mia.server.MiaMiddleware" in block and "api_server" in block]
+    assert len(servers) >= 8
+    assert all("VLLM_PLUGINS=mia " in block for block in servers)
+
+
+def test_a_server_without_the_routes_for_vectors_is_one_line_that_says_what_to_start_it_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(CHECKOUT / "examples"))
+    for module in ("door", "steering_door"):
+        sys.modules.pop(module, None)
+    steering = importlib.import_module("steering_door")
+    with HTTPServer(("127.0.0.1", 0), NoRoutes) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        options = steering.steering_parser("", 2).parse_args(["--base-url", url, "--vectors", str(tmp_path)])
+        with (
+            pytest.raises(SystemExit, match=r"^[^\n]+/v1/mia/vectors[^\n]+VLLM_PLUGINS=mia[^\n]+$"),
+            steering.steering_door(options, steering.steering_taps(2, tmp_path)) as door,
+        ):
+            door.load("french", np.ones(4, np.float32))
+        server.shutdown()
+
+
+class NoRoutes(BaseHTTPRequestHandler):
+    def do_PUT(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
