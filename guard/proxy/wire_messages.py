@@ -160,6 +160,7 @@ messages_form = Form(
     beside=_beside,
     unread=unread_files,
     choices=lambda fields: 1,
+    limits=("max_tokens",),
     words=_words,
     pieces=_pieces,
     parts=_parts,
