@@ -26,7 +26,8 @@ and the client might never see why."""
 
 TOO_LARGE = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
 TOO_MANY = f"there are more than {MAX_HEADERS} headers"
-TWO_HOSTS = "there is more than one Host header"
+ONCE = (b"host", b"authorization", b"x-api-key", b"content-type")
+"""Headers that say who asks, whom, and for what. Of two of them, whoever stands before the proxy may read the other."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -71,8 +72,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unread_bytes, self._in_head = 0, False
-        if sum(name == b"host" for name, _ in self.headers) > 1:
-            self._refuse(InvalidRequestError(TWO_HOSTS))
+        names = [name for name, _ in self.headers]
+        for once in ONCE:
+            if names.count(once) > 1:
+                self._refuse(InvalidRequestError(f"there is more than one {once.decode()} header"))
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -115,4 +118,4 @@ def _kind(refusal: InvalidRequestError | None) -> Malformed:
     """``refusal``: ours; without it the parser could not go on."""
     if refusal is None:
         return "not_http"
-    return "head_too_large" if isinstance(refusal, HeadTooLargeError) else "two_hosts"
+    return "head_too_large" if isinstance(refusal, HeadTooLargeError) else "repeated_header"

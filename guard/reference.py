@@ -76,7 +76,8 @@ and `retry-after-ms`. No others pass, in either direction.
 which wait in memory; still ready).
 
 A request line and its headers may have 64 KiB together and 128 headers, else 431 and the connection is closed, before
-any key is asked for, with no entry in the ledger; two `Host` headers are a 400. Trailers are dropped.
+any key is asked for, with no entry in the ledger; two `Host`, `Authorization`, `x-api-key` or `content-type`
+headers are a 400, and so are two of one by which `selection.yaml` chooses a policy. Trailers are dropped.
 
 ## Streamed answers
 When an answer's tokens leave is the policy's `streaming` ([reference](policy-reference.md#the-file)):
@@ -116,7 +117,8 @@ way around a limit:
 | --- | --- |
 | tokens of a stream, cut, left, or without a usage | the frames that came; with `stream_interval` as many \
 tokens for each, but no more than its bytes |
-| tokens of a whole answer that the client left | what it asked for at most, but 4,096 for each choice if that is less |
+| tokens of a whole answer that the client left | what it asked for at most, in the field that its API reads \
+(of a chat `max_completion_tokens`, else `max_tokens`), but 4,096 for each choice if that is less |
 | tokens of a whole answer without a usage | the same, but no more than its bytes |
 | tokens of a prompt | of its texts half for each ASCII letter or space, 1 for every other byte; 8 for each \
 message; 16,384 for each picture, sound, video or file |
@@ -142,7 +144,8 @@ On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a 
 | `x-guard-action` | decided so far: `allow`, `flag`, `redact`, `steer`, `retry`, `route` or `block`, the most severe; \
 absent when nothing is. `retry` stays when the answer after it is clean, as `route` of stage `output` does |
 | `x-guard-rules` | the rules that hit, separated by commas |
-| `x-guard-policy` | name of the policy and the first 12 digits of its content's hash |
+| `x-guard-policy` | name of the policy and the first 12 digits of its content's hash; \
+absent when none judged: a key that is refused, say, or a body |
 | `x-guard-request-id` | the ledger's id, new for each request |
 | `x-request-id` | the client's own if it is short and plain, which the ledger notes too; else the ledger's |
 | `x-should-retry` | `false` where OpenAI's clients must not send the request again |

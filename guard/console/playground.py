@@ -86,7 +86,7 @@ class Playground:
         )
         sent = _Sent()
         scope = {"type": "http", "method": "POST", "path": chat_form.route, "headers": []}
-        exchange = Exchange(scope, _never, sent.send, record, policy.label, caller=caller)
+        exchange = Exchange(scope, _never, sent.send, record, caller=caller)
         exchange.judges = both = judges(policy, None)
 
         async def work() -> None:

@@ -108,6 +108,11 @@ class Selection(Section):
         return tuple(dict.fromkeys((*self.for_keys, self.default)))
 
     @property
+    def headers(self) -> frozenset[str]:
+        """Names of those that choose."""
+        return frozenset(name for one in self.assignments for name in one.match.headers)
+
+    @property
     def pairs(self) -> tuple[tuple[str, str | None], ...]:
         """Every live policy with the one beside it that a request may get."""
         chosen = [(self.default, self.shadow), *((one.policy, one.shadow or self.shadow) for one in self.assignments)]

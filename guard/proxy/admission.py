@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from guard.policy import Judges, NoSuchPolicyError, PolicyStore, RequestFacts
-from guard.proxy.errors import GuardUnavailableError, OverloadedError, RateLimitedError
+from guard.proxy.errors import GuardUnavailableError, InvalidRequestError, OverloadedError, RateLimitedError
 from guard.proxy.exchange import Exchange
 from guard.proxy.keys import Caller
 from guard.proxy.limits import Exceeded, LocalLimits, Scope, scopes_of
@@ -111,9 +111,13 @@ class Admission:
 def judges_for(policies: PolicyStore, exchange: Exchange, model: str | None) -> Judges:
     """The policies for this request, from now to its end, whatever is reloaded meanwhile.
 
-    Raises ``GuardUnavailableError`` when its key has a policy that is not there: no other one stands in for it.
+    Raises ``GuardUnavailableError`` when its key has a policy that is not there: no other one stands in for it; and
+    ``InvalidRequestError`` when a header that chooses is there twice.
     """
     record, caller = exchange.record, exchange.caller
+    for name in policies.current.selection.headers:
+        if len(exchange.headers.getlist(name)) > 1:
+            raise InvalidRequestError(f"there is more than one {name} header, by which the policy is chosen", name)
     facts = RequestFacts(
         record.request_id, record.route, model, caller.key_hash, caller.tenant, exchange.headers, caller.policy
     )
@@ -123,7 +127,7 @@ def judges_for(policies: PolicyStore, exchange: Exchange, model: str | None) -> 
         log.error("request %s of key %s: %s", record.request_id, caller.key_id, error)
         raise GuardUnavailableError("this key's policy is not loaded") from None
     record.policy, record.policy_hash = judges.live.name, judges.live.hash
-    exchange.label, exchange.judges = judges.live.label, judges
+    exchange.judges = judges
     return judges
 
 

@@ -33,8 +33,8 @@ class ClientGoneError(Exception):
 
 @dataclass
 class Exchange:
-    """``label``: the policy as clients see it, name and hash. ``named_errors``: as a ``Form``'s. ``caller``: who asks,
-    once that is ``known``. ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are
+    """``named_errors``: as a ``Form``'s. ``caller``: who asks, once that is ``known``.
+    ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are
     chosen. ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces.
     ``sent``: what a model server was asked last, ``sent_times`` at once; None: nothing yet."""
 
@@ -42,7 +42,6 @@ class Exchange:
     receive: Receive
     send: Send
     record: RequestRecord
-    label: str
     named_errors: bool = False
     caller: Caller = field(default_factory=Caller)
     known: bool = False
@@ -171,8 +170,9 @@ class Exchange:
         headers = {
             "x-request-id": record.client_request_id or record.request_id,
             "x-guard-request-id": record.request_id,
-            "x-guard-policy": self.label,
         }
+        if self.judges is not None:
+            headers["x-guard-policy"] = self.judges.live.label
         if record.decision is not None:
             headers["x-guard-action"] = record.action
             if record.rules:

@@ -53,7 +53,7 @@ class Recorded:
         )
         services.under_way += 1
         self._in_flight.inc()
-        exchange = Exchange(scope, receive, send, record, policy.label)
+        exchange = Exchange(scope, receive, send, record)
         exchange.trace = services.tracing.begin(record, scope["method"], exchange.headers)
         try:
             await answer(exchange, self._admitted(exchange))

@@ -19,9 +19,6 @@ MAX_CHARGED_ANSWER = 4096
 """Tokens charged at most for one choice of an answer that nobody saw the end of. Without a bound, a client that asked
 for a million tokens and left after one would be in debt for days."""
 
-GENERATION_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""What the APIs call the most tokens of an answer."""
-
 HALF_TOKENS = bytes(range(ord("a"), ord("z") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b" "
 """Bytes of which vocabularies put two or more into a token even where they make no words."""
 
@@ -117,8 +114,9 @@ def expect(record: RequestRecord, request: GuardedRequest[Texts]) -> None:
     record.most_frame_tokens = max(1, whole_number(request.fields.get("stream_interval")) or 1)
     record.answered_by = None
     # Of a stream what came is known, frame by frame; an embedding generates nothing.
-    bounded = isinstance(request.form, Form) and not request.streamed
-    record.most_completion_tokens = most_completion_tokens(request.fields) if bounded else 0
+    record.most_completion_tokens = 0
+    if isinstance(request.form, Form) and not request.streamed:
+        record.most_completion_tokens = most_completion_tokens(request.form, request.fields)
 
 
 def expect_nothing(record: RequestRecord) -> None:
@@ -138,13 +136,13 @@ def settle(record: RequestRecord, request: GuardedRequest[Texts] | None, times: 
         record.most_prompt_tokens = times * most_prompt_tokens(request)
 
 
-def most_completion_tokens(fields: dict[str, Any]) -> int:
-    """Of all choices of an answer together."""
-    given = [number for name in GENERATION_LIMITS if (number := whole_number(fields.get(name))) is not None]
+def most_completion_tokens(form: Form, fields: dict[str, Any]) -> int:
+    """Of all choices of an answer together. A limit that this API does not read bounds nothing."""
+    given = [whole_number(fields[name]) for name in form.limits if fields.get(name) is not None][:1]
     choices = max(whole_number(fields.get(name)) or 1 for name in ("n", "best_of"))
     prompts = fields.get("prompt")
     several = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
-    most = max(0, min([MAX_CHARGED_ANSWER, *given]))
+    most = max(0, min([MAX_CHARGED_ANSWER, *(number for number in given if number is not None)]))
     return most * min(max(1, choices), MAX_CHOICES) * (len(prompts) if isinstance(prompts, list) and several else 1)
 
 

@@ -191,7 +191,8 @@ class Texts:
 
 @dataclass(frozen=True)
 class Form(Texts):
-    """One API that answers with text. ``choices``: how many answers a request asks for.
+    """One API that answers with text. ``choices``: how many answers a request asks for. ``limits``: the fields that say
+    the most tokens of one; the first that is there counts, as for vLLM.
 
     ``words``: whether a channel is what the answer says, and neither reasoning nor a tool's call.
     ``pieces``: of a whole answer or of one event of a stream. ``parts``: an event as one for each choice, with its
@@ -200,6 +201,7 @@ class Form(Texts):
     """
 
     choices: Callable[[Fields], int]
+    limits: tuple[str, ...]
     words: Callable[[str], bool]
     pieces: Callable[[Any], list[Piece]]
     parts: Callable[[Fields], list[tuple[int | None, Fields]]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, other_texts
 from guard.proxy.wire import (
     Ending,
@@ -32,6 +33,20 @@ BILLING = "x-anthropic-billing-header"
 FINISH = "refusal"
 
 
+def _check(fields: Fields) -> None:
+    check_messages(fields)
+    for i, message in enumerate(fields["messages"]):
+        waiting = [message.get("content")]
+        while waiting:
+            content = waiting.pop()
+            for block in content if isinstance(content, list) else ():
+                if isinstance(block, dict):
+                    if not isinstance(block.get("type", ""), str):
+                        name = f"messages[{i}].content"
+                        raise InvalidRequestError(f"{name}: the type of each block must be a string", name)
+                    waiting.append(block.get("content"))
+
+
 def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
     """Role, texts and JSON of each message that the model sees: results of tools become messages before their turn's
     rest."""
@@ -47,7 +62,7 @@ def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
             shown = block.get("content")
             yield "tool", text_slots(number, shown, block, "content"), block
             number += 1
-            kinds = {one.get("type") for one in shown if isinstance(one, dict)} if isinstance(shown, list) else set()
+            kinds = [one.get("type") for one in shown if isinstance(one, dict)] if isinstance(shown, list) else []
             for kind, extra in (("image", "user"), ("tool_reference", "tool")):
                 if kind in kinds:
                     yield extra, [], None
@@ -154,12 +169,13 @@ def _end(ending: Ending) -> bytes:
 
 messages_form = Form(
     route=MESSAGES,
-    check=check_messages,
+    check=_check,
     roles=lambda fields: tuple(role for role, _, _ in _messages(fields)),
     slots=lambda fields: [slot for _, slots, _ in _messages(fields) for slot in slots],
     beside=_beside,
     unread=unread_files,
     choices=lambda fields: 1,
+    limits=("max_tokens",),
     words=_words,
     pieces=_pieces,
     parts=_parts,

@@ -260,6 +260,7 @@ responses_form = Form(
     beside=_beside,
     unread=unread_files,
     choices=lambda fields: 1,
+    limits=("max_output_tokens",),
     words=_words,
     pieces=_pieces,
     parts=_parts,

@@ -137,7 +137,8 @@ MALFORMED = Family(
     "counter",
     "What came over connections and is no request, so that it is in no other number and has no ledger entry; it is "
     "answered, logged at most once a minute, and the connection closed. not_http: what the parser cannot read; "
-    "head_too_large: request line and headers, or too many of them; two_hosts: more than one Host header.",
+    "head_too_large: request line and headers, or too many of them; repeated_header: two of a header that says who "
+    "asks, whom, or for what.",
     {"reason": get_args(Malformed)},
 )
 LEDGER_ENTRIES = Family(

@@ -37,7 +37,7 @@ that blocks ``on_error`` got no score. ``upstream_error``: vLLM answered with an
 LimitScope = Literal["key", "tenant", "everybody"]
 LimitKind = Literal["requests", "tokens", "concurrent"]
 
-Malformed = Literal["not_http", "head_too_large", "two_hosts"]
+Malformed = Literal["not_http", "head_too_large", "repeated_header"]
 """Why what came over a connection is no request, and so has no record."""
 
 MAX_MODEL_CHARACTERS = 128
@@ -291,7 +291,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "model": "The model that the client named.",
     "streamed": "Whether it asked for a stream.",
     "contract": "What its policy says of streams: streaming, window_tokens; null where it is none.",
-    "policy": "Name of the policy that judged it.",
+    "policy": "Name of the policy that judged it; of a request that was refused before one was chosen, the default.",
     "policy_hash": "SHA-256 of the policy's content.",
     "assignment": "The assignment of selection.yaml that chose the policy; null for its default.",
     "action": "allow, flag, redact, steer, retry, route or block, of the prompt and all answers the most severe: retry "

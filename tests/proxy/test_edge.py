@@ -19,6 +19,9 @@ from guard import folded_log
 from guard.mia.spec import HiddenCapture, MiaSpec
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.services import FORMS
+from guard.proxy.usage import most_completion_tokens, most_prompt_tokens
+from guard.proxy.wire import Form
 from guard.proxy.wire_choices import chat_form
 from tests.proxy.conftest import BLOCKED, BODY, POLICY, Proxy, StartProxy
 from tests.proxy.engine import FakeEngine, running
@@ -387,15 +390,18 @@ async def test_what_is_no_request_is_counted_and_a_flood_of_it_is_one_line_in_th
     finally:
         log.removeHandler(handler)
     _, _, text = await proxy.get("/metrics")
-    for reason, count in (("not_http", 21), ("two_hosts", 1), ("head_too_large", 1)):
+    for reason, count in (("not_http", 21), ("repeated_header", 1), ("head_too_large", 1)):
         assert f'guard_malformed_requests_total{{reason="{reason}"}} {count:.1f}' in text.decode()
     assert proxy.ledger.read_text() == ""
 
 
-async def test_two_hosts_are_no_host(proxy: Proxy) -> None:
-    answer = await raw(proxy, b"GET /livez HTTP/1.1\r\nhost: localhost\r\nHost: attacker.example\r\n\r\n")
+@pytest.mark.parametrize("name", ["Host", "Authorization", "X-Api-Key", "Content-Type"])
+async def test_two_headers_that_say_who_asks_or_whom_are_none(proxy: Proxy, name: str) -> None:
+    two = f"{name}: localhost\r\n{name.lower()}: attacker.example\r\n"
+    host = "" if name == "Host" else "host: localhost\r\n"
+    answer = await raw(proxy, f"GET /livez HTTP/1.1\r\n{host}{two}\r\n".encode())
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert "Host" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert name.lower() in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 async def test_a_trailer_is_no_header(proxy: Proxy) -> None:
@@ -475,3 +481,63 @@ async def test_load_balancers_may_ask_with_head(proxy: Proxy, path: str) -> None
     async with aiohttp.ClientSession() as session, session.head(proxy.url + path) as answer:
         assert answer.status == 200
         assert await answer.read() == b""
+
+
+FIELDS = (
+    *("type", "role", "content", "text", "input", "output", "tool_use_id", "call_id", "id", "name", "arguments"),
+    *("summary", "source", "file", "function", "tool_calls", "data", "image_url", "status", "suffix"),
+)
+KINDS_OF_PARTS = (
+    *("text", "tool_result", "tool_use", "image", "document", "input_text", "function_call", "function_call_output"),
+    *("mcp_call", "file_search_call", "web_search_tool_result", "reasoning", "message", "content", "base64"),
+)
+shapes = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.sampled_from((*KINDS_OF_PARTS, "", "user")),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4)
+        | st.builds(lambda kind, content: {"type": kind, "content": content}, st.sampled_from(KINDS_OF_PARTS), inner)
+        | st.builds(lambda odd: {"type": odd}, inner)
+    ),
+    max_leaves=12,
+)
+turns = st.lists(
+    st.builds(
+        lambda role, more: {**more, "role": role},
+        st.sampled_from(("user", "assistant", "tool", "system", "developer", "other")),
+        st.dictionaries(st.sampled_from(FIELDS), shapes, max_size=4),
+    ),
+    min_size=1,
+    max_size=3,
+)
+AROUND_FIELDS = ("tools", "documents", "suffix", "text", "max_tokens", "n", "stream_interval", "instructions")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[form.route for form in FORMS])
+@given(turns, shapes, st.dictionaries(st.sampled_from(AROUND_FIELDS), shapes, max_size=3))
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_no_shape_of_a_message_breaks_what_the_guard_does_with_it(
+    form: Form, given_turns: Any, shape: Any, around: dict[str, Any]
+) -> None:
+    blocks = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [shape]}, shape]}]
+    said = [*given_turns, *blocks]
+    fields = {"model": "m", "messages": said, "input": said, "prompt": shape, "system": shape, **around}
+    try:
+        request = parse_request(form, json.dumps(fields).encode())
+    except InvalidRequestError:
+        return
+    assert all(isinstance(text, str) for _, _, text in (*request.texts, *request.said))
+    assert isinstance(request.unread, str)
+    assert most_prompt_tokens(request) >= 0
+    assert most_completion_tokens(form, request.fields) >= 0
+    redacted = request.redacted(["user", "tool", "system", "assistant"], "gone")
+    assert len(redacted.roles) == len(request.roles)
+    assert request.to_json()
+
+
+async def test_a_block_whose_type_is_no_text_is_a_400(proxy: Proxy) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": []}]}
+    body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": [result]}]}
+    status, _, raw = await proxy.post(body, path="/v1/messages")
+    assert (status, json.loads(raw)["error"]["param"]) == (400, "messages[0].content")
+    assert not proxy.engine.bodies

@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
+from guard.proxy.keys import NewKey, create_key
 from tests.policy.test_policy_set import configmap
 from tests.proxy.conftest import BLOCKED, BODY, CLEAN, FLAGGED, POLICY, STEERED, Proxy, StartProxy, eventually
 from tests.proxy.engine import FakeEngine, running
@@ -55,6 +57,34 @@ async def test_an_assignment_chooses_the_policy_for_its_requests_and_no_others(
                 ("lax", "some"),
                 ("test", None),
             ]
+
+
+async def test_two_headers_that_choose_a_policy_choose_none(start_proxy: StartProxy, tmp_path: Path) -> None:
+    path = folder(tmp_path / "p", ASSIGNED % "headers: {x-profile: [lax]}", test=POLICY, lax=LAX)
+    twice = [("x-profile", "lax"), ("x-profile", "other"), ("x-free", "a"), ("x-free", "b")]
+    async with (
+        running(FakeEngine(logit=BLOCKED)) as engine,
+        start_proxy(engine, path=path) as proxy,
+        aiohttp.ClientSession() as session,
+    ):
+        async with session.post(f"{proxy.url}/v1/chat/completions", json=BODY, headers=twice) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["param"]) == (400, "x-profile")
+            assert "x-guard-policy" not in answer.headers
+        async with session.post(f"{proxy.url}/v1/chat/completions", json=BODY, headers=twice[2:]) as answer:
+            assert answer.headers["x-guard-policy"].startswith("test@")
+
+
+async def test_a_policy_that_judged_nothing_is_not_named(start_proxy: StartProxy, tmp_path: Path) -> None:
+    path, file = folder(tmp_path / "p", "default: test\nfor_keys: [lax]\n", test=POLICY, lax=LAX), tmp_path / "k.yaml"
+    key, gone = (create_key(file, NewKey(policy=name))[0] for name in (None, "gone"))
+    async with running(FakeEngine()) as engine, start_proxy(engine, path=path, keys=file) as proxy:
+        for given, body, status in ((None, BODY, 401), (gone, BODY, 503), (key, {"x": 1}, 400)):
+            sent = {} if given is None else {"authorization": f"Bearer {given}"}
+            got, headers, _ = await proxy.post(body, sent)
+            assert (got, "x-guard-policy" in headers) == (status, False)
+        _, headers, _ = await proxy.post(BODY, {"authorization": f"Bearer {key}"})
+        assert headers["x-guard-policy"].startswith("test@")
 
 
 async def test_an_api_key_chooses_its_policy(start_proxy: StartProxy, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from guard.proxy.keys import Limits, NewKey, create_key
 from tests.proxy.conftest import BODY, POLICY, Proxy, StartProxy, eventually
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
+from tests.proxy.test_endpoints import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 TEXT_RULE = """\
 version: 1
@@ -42,12 +43,12 @@ def stream_with_usage(engine: FakeEngine, *, spaced: bool) -> list[bytes]:
 
 
 @contextlib.asynccontextmanager
-async def hung_up(proxy: Proxy, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+async def hung_up(
+    proxy: Proxy, body: dict[str, Any], headers: dict[str, str] | None = None, *, path: str = CHAT
+) -> Any:
     """A client that leaves when the block ends."""
     async with aiohttp.ClientSession() as session:
-        asked = asyncio.create_task(
-            session.post(f"{proxy.url}/v1/chat/completions", json=body, headers=headers).__aenter__()
-        )
+        asked = asyncio.create_task(session.post(proxy.url + path, json=body, headers=headers).__aenter__())
         yield asked
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -117,6 +118,29 @@ async def test_a_client_that_leaves_a_whole_answer_pays_for_what_it_asked(
         prompt = 7 if plugin else 15
         assert entry["tokens"]["charged"] == charged + prompt
         assert (await proxy.post(headers=headers))[0] == 429
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "charged"),
+    [
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": 2000}, 2000),
+        (CHAT, {"max_tokens": 2000, "max_output_tokens": 0}, 2000),
+        (CHAT, {"max_tokens": 30, "max_completion_tokens": None}, 30),
+        (COMPLETIONS, {"max_tokens": 2000, "max_completion_tokens": 1}, 2000),
+        (RESPONSES, {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 2000}, 2000),
+        (RESPONSES, {"max_tokens": 1}, 4096),
+        (MESSAGES, {"max_tokens": 2000, "max_output_tokens": 1, "max_completion_tokens": 1}, 2000),
+    ],
+)
+async def test_only_the_limit_that_an_api_reads_bounds_what_is_charged(
+    start_proxy: StartProxy, path: str, limits: dict[str, Any], charged: int
+) -> None:
+    body = {name: value for name, value in BODIES[path].items() if name != "max_tokens"}
+    async with running(FakeEngine(answer_delay_s=None)) as engine, start_proxy(engine) as proxy:
+        async with hung_up(proxy, {**body, **limits}, path=path):
+            await eventually(lambda: engine.open == 1)
+            await asyncio.sleep(0.3)
+        assert charged <= (await proxy.entry())["tokens"]["charged"] < charged + 100
 
 
 async def test_a_judged_stream_costs_what_came_though_the_client_leaves(start_proxy: StartProxy) -> None:
