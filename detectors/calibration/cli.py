@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import enum
 import shlex
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -211,9 +213,15 @@ def model_folder(model: str) -> tuple[Path, str]:
     return folder, resolved.config_key
 
 
+def _unwind(number: int, _frame: FrameType | None) -> NoReturn:
+    """So that context managers and finalizers end the engine's processes, which outlive a parent that just stops."""
+    raise SystemExit(128 + number)
+
+
 @contextmanager
 def told_errors() -> Iterator[None]:
-    """What a user can put right becomes one line and exit code 1."""
+    """What a user can put right becomes one line and exit code 1. Who is terminated ends what it has started."""
+    signal.signal(signal.SIGTERM, _unwind)
     try:
         from detectors.calibration.feature_store import FeatureError
         from detectors.calibration.metrics import BudgetError
