@@ -26,9 +26,12 @@ Reload = Literal["success", "failure", "noop"]
 SETTLE_MS = 100
 """Changes that come this close together are one."""
 
-RECHECK_S = 5.0
-"""How often files are looked at although no change was reported: network file systems report none, nor does anybody
-report what changed just before the watch began."""
+RECHECK_S = 0.8
+"""How often files are looked at although no change was reported: nobody reports a link to a folder that now leads
+elsewhere, network file systems report nothing, nor does anybody report what changed just before the watch began."""
+
+RETRY_S = 5.0
+"""After which a watch that failed, as of a folder that is gone, is tried again."""
 
 OnReload = Callable[[Reload, PolicySet], None]
 Stamp = tuple[tuple[str, int, int, int], ...]
@@ -84,8 +87,8 @@ class PolicyStore:
             try:
                 await self._watch_folders(self._folders())
             except Exception:  # whatever it was, the files may change again
-                log.exception("policies cannot be watched; trying again in %g s", RECHECK_S)
-                await asyncio.sleep(RECHECK_S)
+                log.exception("policies cannot be watched; trying again in %g s", RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
     async def _watch_folders(self, folders: tuple[Path, ...]) -> None:
         """Returns when other folders must be watched, or these anew."""
@@ -108,7 +111,7 @@ class PolicyStore:
                     return
 
     async def _recheck(self) -> bool:
-        changed = self._look() != self._stamp
+        changed = await asyncio.to_thread(self._look) != self._stamp
         if changed:
             await asyncio.to_thread(self.reload)
         return changed
