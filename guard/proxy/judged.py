@@ -6,7 +6,6 @@ last frames afterwards.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +21,7 @@ from guard.proxy.refusal import ending, refuse
 from guard.proxy.relay import broke_off, relay_whole
 from guard.proxy.usage import came, count_event, count_whole
 from guard.proxy.verdict import blocked
-from guard.proxy.wire import DATA, Form, Frame, compact, frames_of
+from guard.proxy.wire import DATA, Form, Frame, answer_json, compact, frames_of
 from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
 from guard.proxy.withholding import Withheld
 
@@ -89,7 +88,7 @@ async def relay_failed(exchange: Exchange, whole: Whole, *, begun: bool) -> None
 def _one_frame(request: GuardedRequest[Form], whole: Whole) -> Frame:
     """The whole answer as one event. Raises ``UpstreamError``."""
     try:
-        data: Any = json.loads(whole.body)
+        data: Any = answer_json(whole.body)
         hidden = hide_token_ids(request.fields, data)
         return Frame(whole.body, data, None, request.form.pieces(data), changed=hidden)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -13,19 +13,35 @@ from typing import Any
 
 from guard.proxy.wire import KINDS, Piece
 
-HEAD = frozenset(
-    ("id", "object", "created", "created_at", "model", "system_fingerprint", "service_tier", "provider", "usage")
-)
-"""Of an answer as a whole: which it is and what it cost. No model writes there."""
+HEAD = frozenset(("id", "object", "created", "created_at", "model", "system_fingerprint", "service_tier", "provider"))
+"""Of an answer as a whole: which it is. No model writes there."""
 
-WORDS = KINDS | {"role", "object", "finish_reason", "native_finish_reason", "stop_reason", "reason", "format", "phase"}
-WORDS |= {"severity", "caller"}
-"""Fields that say in one word what something is, or why it ended."""
+WORDS = KINDS | {"role", "object", "reason", "format", "phase", "severity", "caller", "service_tier", "inference_geo"}
+"""Fields that say in one word what something is."""
+
+ENDED = frozenset(("finish_reason", "native_finish_reason", "stop_reason"))
+ENDS = frozenset(
+    (
+        *("stop", "length", "tool_calls", "function_call", "content_filter", "abort", "error", "repetition"),
+        *("end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "refusal", "eos", "completed"),
+        *("model_context_window_exceeded", "compaction", "safety", "recitation"),
+    )
+)
+"""Why an answer ended, and the words for it; any other word there is read."""
 
 WORD = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 
 OPAQUE = frozenset(
-    ("encrypted_content", "signature", "thought_signature", "data", "b64_json", "partial_image_b64", "result")
+    (
+        "encrypted_content",
+        "signature",
+        "thought_signature",
+        "data",
+        "b64_json",
+        "partial_image_b64",
+        "result",
+        "routed_experts",
+    )
 )
 """Fields for bytes; and what is no base64 there is read."""
 
@@ -83,6 +99,7 @@ def _is_no_text(key: Any, text: str) -> bool:
         return DATA_URL.fullmatch(text) is not None
     return (
         key in NOISE
+        or (key in ENDED and text.lower() in ENDS)
         or (key in WORDS and WORD.fullmatch(text) is not None)
         or ((key == "id" or key.endswith("_id")) and ID.fullmatch(text) is not None)
         or (key in OPAQUE and BASE64.fullmatch(text) is not None)

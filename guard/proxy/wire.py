@@ -235,21 +235,30 @@ class Frame:
 
 
 DATA = b"data:"
+BOM = b"\xef\xbb\xbf"
 DONE = b"[DONE]"
 
 
 def frames_of(form: Form, raw: bytes) -> list[Frame]:
-    """A frame, taken apart where it speaks of several choices. Raises ``UpstreamError`` for what is no JSON."""
+    """A frame, taken apart where it speaks of several choices, without what clients have no use for and no rule reads;
+    none where it has no data. Raises ``UpstreamError`` for what is no JSON."""
     if b"\r" in raw:
         # Clients take it for the end of a line, and may read another event than the one that is judged.
         raise UpstreamError(UNREADABLE)
+    if raw.startswith(BOM):
+        # Clients leave it out, and read what is after it.
+        raise UpstreamError(UNREADABLE)
     text = b"\n".join(line[len(DATA) :].strip() for line in raw.split(b"\n") if line.startswith(DATA))
-    if not text or text == DONE:
-        return [Frame(raw, None)]
+    if not text:
+        # Clients make no event of it.
+        return []
+    if text == DONE:
+        return [Frame(_only(raw, None), None)]
     try:
-        data = json.loads(text)
+        data = answer_json(text)
         if not isinstance(data, dict):
             raise UpstreamError(UNREADABLE)
+        raw = _only(raw, data.get("type"))
         parts = form.parts(data)
         return [
             Frame(raw if len(parts) == 1 else with_data(raw, one), one, choice, form.pieces(one))
@@ -261,6 +270,30 @@ def frames_of(form: Form, raw: bytes) -> list[Frame]:
 
 
 UNREADABLE = "the model server's answer cannot be read"
+
+
+def _only(raw: bytes, kind: Any) -> bytes:
+    """A frame without lines that nobody reads here: its data, and the event's name where the data say the same."""
+    named = str(kind).encode("utf-8", "surrogatepass")
+    lines = raw.rstrip(b"\n").split(b"\n")
+    kept = (line for line in lines if line.startswith(DATA) or _name_in(line) == named)
+    return b"\n".join(kept) + b"\n\n"
+
+
+def _name_in(line: bytes) -> bytes | None:
+    return line.removeprefix(b"event:").strip() if line.startswith(b"event:") else None
+
+
+def answer_json(text: bytes) -> Any:
+    """Raises ``ValueError``, for the same key twice too: clients may read the other one."""
+    return json.loads(text, object_pairs_hook=_once_each)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> Fields:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("the same key twice")
+    return fields
 
 
 def with_data(raw: bytes, data: Fields | None) -> bytes:

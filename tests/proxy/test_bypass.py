@@ -628,6 +628,10 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "a field of tomorrow": (CHAT, {"tomorrow": [[{"x": "secret"}]]}),
     "what was likely in the prompt": (CHAT, {"prompt_logprobs": [None, {"5": {"decoded_token": "secret"}}]}),
     "data that is none": (CHAT, {"delta": {"audio": {"id": "a", "data": "secret"}}}),
+    "why it ended, in one word": (CHAT, {"delta": {}, "finish_reason": "secret"}),
+    "a provider's word for it": (CHAT, {"delta": {}, "native_finish_reason": "secret"}),
+    "experts that are none": (CHAT, {"delta": {}, "routed_experts": "a secret"}),
+    "words of a usage": (RESPONSES, {"type": "response.completed", "response": {"usage": {"a": "secret"}}}),
     "a field of a text's choice": (COMPLETIONS, {"text": "a", "tomorrow": "secret"}),
     "an annotation": (
         RESPONSES, {"type": "response.output_text.annotation.added", **AT, "annotation": {"title": "secret"}},
@@ -686,10 +690,44 @@ async def test_no_field_of_a_streams_events_hides_a_word(start_proxy: StartProxy
             ), name
 
 
+SAID = b'data: {"choices": [{"index": 0, "delta": {"content": "ok"}}]}\n\n'
+LINES: dict[str, tuple[bytes, bool]] = {
+    "an event's name": (b"event: secret\n" + SAID, True),
+    "an event's name without a space": (b"event:secret\n" + SAID, True),
+    "an id": (b"id: secret\n" + SAID, True),
+    "a comment inside": (b": secret\n" + SAID, True),
+    "a line that is none": (b"secret\n" + SAID, True),
+    "a name of nothing": (b"event: secret\n\n", True),
+    "the name of the end": (b"event: secret\n" + DONE, True),
+    "a byte order mark": (b"\xef\xbb\xbf" + SAID.replace(b"ok", b"secret"), False),
+    "a key twice": (SAID.replace(b'"content": "ok"', b'"content": "secret", "content": "ok"'), False),
+    "a key twice, at the top": (SAID.replace(b"}]}", b'}], "choices": []}').replace(b"ok", b"secret"), False),
+}
+"""Frames, and whether an answer that has one goes on without what nobody read."""
+
+
+@pytest.mark.parametrize("contract", ["hold", "window"])
+async def test_no_line_of_a_stream_passes_unread(start_proxy: StartProxy, contract: str) -> None:
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, policy(contract)) as proxy:
+        for name, (frame, goes_on) in LINES.items():
+            engine.frames = [frame, SAID, DONE] if not frame.endswith(DONE) else [SAID, frame]
+            status, _, raw = await proxy.post({**BODY, "stream": True})
+            assert b"secret" not in raw, name
+            assert (status, b"[DONE]" in raw) == (200, True) if goes_on else b"cannot be read" in raw, name
+
+
+async def test_an_answer_with_a_key_twice_is_not_passed_on(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(body=choice(content="ok").replace(b'"content"', b'"content": "secret", "content"'))
+    async with running(engine), start_proxy(engine, policy("hold")) as proxy:
+        status, _, raw = await proxy.post()
+        assert (status, b"secret" in raw) == (502, False)
+
+
 async def test_what_is_no_text_of_an_answer_is_not_read_and_none_of_it_changed(start_proxy: StartProxy) -> None:
     noise = {
-        "id": "chatcmpl-0123456789abcdef", "model": "secret", "system_fingerprint": "secret", "usage": {"a": "secret"},
-        "choices": [{"index": 0, "finish_reason": "secret", "message": {
+        "id": "chatcmpl-0123456789abcdef", "model": "secret", "system_fingerprint": "secret", "usage": {"total_tokens": 5},
+        "choices": [{"index": 0, "finish_reason": "stop", "routed_experts": "secret" * 9, "message": {
             "role": "secret", "content": "ok",
             "tool_calls": [{"type": "secret", "id": "chatcmpl-tool-0123456789abcdef", "function": {"name": "f"}}],
             "audio": {"id": "a", "data": "secret" * 9}, "images": [{"url": "data:image/png;base64,secret"}],
