@@ -95,9 +95,11 @@ where logprobs show them; `prompt_tokens` is 0 where neither the plugin nor the 
 token that was withheld is nowhere in the answer, and neither are its logprobs, its part of a tool call or its part of
 the usage. A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
 every string: words, reasoning, refusals, names and arguments of tool calls, code, queries, transcripts, stop words,
-annotations, and those of fields that the guard does not know. No texts are kinds in one word (`type`, `finish_reason`),
-ids that a server made up, bytes in base64, and what names the answer or repeats the request (`model`, `usage`,
-`instructions`). The worst decides for all.
+annotations, and those of fields that the guard does not know. No texts are kinds in one word (`type`),
+reasons to end that are known (`finish_reason`), ids that a server made up, bytes in base64, and what names the answer or
+repeats the request (`model`, `instructions`). The worst decides for all. Of a stream that is judged only `data:` and
+events' names that repeat the data's `type` leave; an answer with the same key twice, or that begins with a byte order
+mark, cannot be read and ends in an error.
 
 A stream in which the model server reports an error ends there, with `[DONE]` where its API has that: nothing that comes
 after it is passed on. Where rules judge answers, what waits to be judged is dropped, and the error keeps its type, code

@@ -274,6 +274,8 @@ UNREADABLE = "the model server's answer cannot be read"
 
 def _only(raw: bytes, kind: Any) -> bytes:
     """A frame without lines that nobody reads here: its data, and the event's name where the data say the same."""
+    if raw.startswith(DATA) and raw.count(b"\n") <= 2:
+        return raw
     named = str(kind).encode("utf-8", "surrogatepass")
     lines = raw.rstrip(b"\n").split(b"\n")
     kept = (line for line in lines if line.startswith(DATA) or _name_in(line) == named)

@@ -698,7 +698,6 @@ LINES: dict[str, tuple[bytes, bool]] = {
     "a comment inside": (b": secret\n" + SAID, True),
     "a line that is none": (b"secret\n" + SAID, True),
     "a name of nothing": (b"event: secret\n\n", True),
-    "the name of the end": (b"event: secret\n" + DONE, True),
     "a byte order mark": (b"\xef\xbb\xbf" + SAID.replace(b"ok", b"secret"), False),
     "a key twice": (SAID.replace(b'"content": "ok"', b'"content": "secret", "content": "ok"'), False),
     "a key twice, at the top": (SAID.replace(b"}]}", b'}], "choices": []}').replace(b"ok", b"secret"), False),
@@ -711,7 +710,7 @@ async def test_no_line_of_a_stream_passes_unread(start_proxy: StartProxy, contra
     engine = FakeEngine()
     async with running(engine), start_proxy(engine, policy(contract)) as proxy:
         for name, (frame, goes_on) in LINES.items():
-            engine.frames = [frame, SAID, DONE] if not frame.endswith(DONE) else [SAID, frame]
+            engine.frames = [frame, SAID, DONE]
             status, _, raw = await proxy.post({**BODY, "stream": True})
             assert b"secret" not in raw, name
             assert (status, b"[DONE]" in raw) == (200, True) if goes_on else b"cannot be read" in raw, name
@@ -726,7 +725,8 @@ async def test_an_answer_with_a_key_twice_is_not_passed_on(start_proxy: StartPro
 
 async def test_what_is_no_text_of_an_answer_is_not_read_and_none_of_it_changed(start_proxy: StartProxy) -> None:
     noise = {
-        "id": "chatcmpl-0123456789abcdef", "model": "secret", "system_fingerprint": "secret", "usage": {"total_tokens": 5},
+        "id": "chatcmpl-0123456789abcdef", "model": "secret", "system_fingerprint": "secret",
+        "usage": {"total_tokens": 5},
         "choices": [{"index": 0, "finish_reason": "stop", "routed_experts": "secret" * 9, "message": {
             "role": "secret", "content": "ok",
             "tool_calls": [{"type": "secret", "id": "chatcmpl-tool-0123456789abcdef", "function": {"name": "f"}}],
