@@ -384,6 +384,7 @@ def joined(decisive: Decision, decisions: Sequence[Decision]) -> Decision:
     for hit in (hit for one in decisions for hit in one.hits):
         if hit.rule not in hits or hits[hit.rule].severity < hit.severity:
             hits[hit.rule] = hit
+    order = dict.fromkeys(hit.rule for one in (decisive, *decisions) for hit in one.hits)
     flags = tuple(dict.fromkeys(name for one in (decisive, *decisions) for name in one.flags))
     would = max(decisions, key=lambda one: SEVERITY[one.would]).would
-    return replace(decisive, hits=tuple(hits.values()), flags=flags, would=would)
+    return replace(decisive, hits=tuple(hits[rule] for rule in order), flags=flags, would=would)
