@@ -368,7 +368,8 @@ def _take_rows(gathered: Gathered, name: str, wanted: Wanted, ring: Ring) -> Non
         if averaged:
             values = torch.empty(len(places), ring.width)
             ring.reader().take(places, values)
-            total = gathered.means.setdefault(name, RowSum.of(wanted.layer, ring.width))
+            if (total := gathered.means.get(name)) is None:
+                total = gathered.means[name] = RowSum.of(wanted.layer, ring.width)
             total.add(wanted.positions, values)
         else:
             ring.reader().take(places, _rows_of(gathered, name, wanted, ring).next(wanted.positions))

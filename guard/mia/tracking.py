@@ -76,10 +76,8 @@ class Tracked:
     def start(cls, spec: MiaSpec, prompt_len: int) -> Tracked:
         captures = spec.captures
         read = {name: tuple(intervals(capture, spec, prompt_len)) for name, capture in captures.items()}
-        # Where a gate lets it: it does not open before the prompt's end.
         reaches = tuple(
-            tuple((window.start, window.end) for window in reach(steer, prompt_len, opened_at=prompt_len))
-            for steer in spec.steer
+            tuple((window.start, window.end) for window in reach(steer, prompt_len)) for steer in spec.steer
         )
         edges = {edge for pairs in (*read.values(), *reaches) for pair in pairs for edge in pair}
         return cls(

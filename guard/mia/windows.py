@@ -79,10 +79,10 @@ def steered(steer: Steer, prompt_len: int, opened_at: int | None, rows: Window) 
     return [window for window in clipped if window]
 
 
-def reach(steer: Steer, prompt_len: int, opened_at: int = 0) -> list[Window]:
-    """All windows that ``steer`` may ever act on, its gate open from a token on. With a coefficient of zero there are
+def reach(steer: Steer, prompt_len: int) -> list[Window]:
+    """All windows that ``steer`` may ever act on, its gate open from the first. With a coefficient of zero there are
     none, which keeps the stream bit for bit."""
-    return steered(steer, prompt_len, opened_at, Window(0, 0, ENDLESS)) if steer.coefficient != 0.0 else []
+    return steered(steer, prompt_len, 0, Window(0, 0, ENDLESS)) if steer.coefficient != 0.0 else []
 
 
 def first_steered(spec: MiaSpec, prompt_len: int) -> int | None:
