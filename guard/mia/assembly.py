@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import groupby, islice
 
 import numpy as np
-import torch
 
 from guard.mia.growing import GrowingRows, RowSum
 from guard.mia.ops import HELD_BACK, SHUT
@@ -366,7 +365,7 @@ def _take_rows(gathered: Gathered, name: str, wanted: Wanted, ring: Ring) -> Non
     averaged = isinstance(capture, HiddenCapture) and capture.average
     try:
         if averaged:
-            values = torch.empty(len(places), ring.width)
+            values = np.empty((len(places), ring.width), np.float32)
             ring.reader().take(places, values)
             if (total := gathered.means.get(name)) is None:
                 total = gathered.means[name] = RowSum.of(wanted.layer, ring.width)

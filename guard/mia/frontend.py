@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,7 +179,8 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
         prepared = context.prompts[request_id]
         engine_metrics().count_readouts(prepared.unavailable.values())
         context.deliver(_readouts(prepared, prepared.unavailable, ids, 0, "prompt"))
-    params = params.clone()
+    # Nothing in it is changed, so that nothing in it need be cloned.
+    params = copy(params)
     asked = {"spec": spec.to_wire(), "steered_from": first_steered(spec, len(ids))}
     if asked["steered_from"] is not None:
         asked["steering_key"] = steering_key(spec, context.vectors)

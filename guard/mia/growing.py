@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-from guard.mia.results import HiddenMeanReadout, HiddenReadout, RowsReadout
+from guard.mia.results import FloatArray, HiddenMeanReadout, HiddenReadout, RowsReadout
 
 MOST_ROWS_AT_FIRST = 4096
 """Memory that nothing was written to yet costs nothing, up to what a system that counts it beforehand allows."""
@@ -19,32 +20,32 @@ class GrowingRows:
     """values: ``[capacity, hidden_size]`` float32, of which the first ``len(positions)`` are there."""
 
     layer: int
-    values: torch.Tensor
+    values: FloatArray
     positions: list[int] = field(default_factory=list)
 
     @classmethod
     def expecting(cls, layer: int, rows: int, width: int) -> GrowingRows:
         """Room for so many rows, or for the first of very many."""
-        return cls(layer, torch.empty(max(1, min(rows, MOST_ROWS_AT_FIRST)), width))
+        return cls(layer, np.empty((max(1, min(rows, MOST_ROWS_AT_FIRST)), width), np.float32))
 
-    def next(self, positions: Sequence[range]) -> torch.Tensor:
+    def next(self, positions: Sequence[range]) -> FloatArray:
         """Where the values of these tokens belong: ``[tokens, hidden_size]``."""
         begin = len(self.positions)
         self.positions.extend(chain.from_iterable(positions))
         end = len(self.positions)
         if end > len(self.values):
-            grown = torch.empty(max(end, 2 * len(self.values)), self.values.shape[1])
+            grown = np.empty((max(end, 2 * len(self.values)), self.values.shape[1]), np.float32)
             grown[:begin] = self.values[:begin]
             self.values = grown
         return self.values[begin:end]
 
     def only(self) -> HiddenReadout:
         """Of a capture of one token."""
-        return HiddenReadout("complete", self.layer, self.positions[0], None, self.values[0].numpy())
+        return HiddenReadout("complete", self.layer, self.positions[0], None, self.values[0])
 
     def readout(self, since: int = 0) -> RowsReadout:
         """Of the rows from ``since`` on."""
-        values = self.values[since : len(self.positions)].numpy()
+        values = self.values[since : len(self.positions)]
         return RowsReadout("complete", self.layer, tuple(self.positions[since:]), values=values)
 
 
@@ -54,21 +55,21 @@ class RowSum:
     which come in order."""
 
     layer: int
-    total: torch.Tensor
+    total: npt.NDArray[np.float64]
     tokens: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, layer: int, width: int) -> RowSum:
-        return cls(layer, torch.zeros(width, dtype=torch.float64))
+        return cls(layer, np.zeros(width))
 
-    def add(self, positions: Sequence[range], values: torch.Tensor) -> None:
+    def add(self, positions: Sequence[range], values: FloatArray) -> None:
         """values: ``[tokens, hidden_size]`` float32."""
-        self.total += values.sum(dim=0, dtype=torch.float64)
+        self.total += values.sum(axis=0, dtype=np.float64)
         for one in positions:
             begin = self.tokens.pop()[0] if self.tokens and self.tokens[-1][1] == one.start else one.start
             self.tokens.append((begin, one.stop))
 
     def mean(self) -> HiddenMeanReadout:
         count = sum(end - start for start, end in self.tokens)
-        values = (self.total / count).to(torch.float32).numpy()
+        values = (self.total / count).astype(np.float32)
         return HiddenMeanReadout("complete", self.layer, tuple(self.tokens), values)

@@ -30,6 +30,9 @@ MAX_LOGITS_AT_ONCE = 2**24
 """Attention from many tokens is computed in blocks of so many logits: 64 MiB of float32."""
 
 
+LARGEST_ENTRY_WORDS = 16
+"""A block of so many words is a header of two taps and an entry of any of them."""
+
 SIDE_BYTES = 2**18
 """A copy of less is made sooner than another stream is told to make it."""
 
@@ -121,6 +124,18 @@ class Reader:
         if self._rows_sent is not None:
             torch.cuda.current_stream().wait_event(self._rows_sent)
             self._rows_sent = None
+
+    def warm_up(self) -> None:
+        """Have compiled what runs outside the forward pass, before the first request would wait for it: one entry of
+        each, which names no span and no row, so that nothing is written."""
+        if not self._buffers.hidden_pool.is_cuda:
+            return
+        nothing = torch.zeros(LARGEST_ENTRY_WORDS, dtype=torch.int32, device=self._buffers.bank.device)
+        values = torch.zeros(1, device=nothing.device)
+        if self.keys is not self._gathered:
+            self.keys.masses(1, nothing, values)
+        if len(self._buffers.opened_at):
+            torch.ops.mia.judge_gates(values, nothing, 1, 1, self._buffers.opened_at, self._buffers.sums)
 
     def _send_rows(self, rows: torch.Tensor) -> tuple[int | None, torch.cuda.Event | None]:
         """Into the ring: the place there, and when they have arrived, unless that is when the stream gets there. Many

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from guard.mia.results import FloatArray
+
 HEAD_BYTES = 64
 """Before the first row stands how many rows were ever handed out."""
+
+BFLOAT16_BITS = np.dtype(np.uint16)
+"""numpy has no bfloat16; its bits are the upper half of a float32's."""
+
+NUMPY_TYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": BFLOAT16_BITS,
+}
+"""By torch's names, those that a model's residual stream can have."""
 
 Places = npt.NDArray[np.int64]
 """Rows of a ring, counted since it was made."""
@@ -102,26 +113,32 @@ class RingReader:
         self._head = np.frombuffer(memory, np.int64, 1)
         self._rows = _rows_in(memory, address)
 
-    def take(self, places: Places, out: torch.Tensor) -> None:
+    def take(self, places: Places, out: FloatArray) -> None:
         """Copy the rows at ``places`` to ``out``, ``[len(places), width]`` float32. Raises ``OverwrittenError``."""
+        if not len(places):
+            return
         capacity = len(self._rows)
-        at = places % max(1, capacity)
-        steps = np.diff(at)
-        if len(at) and (steps == steps[:1]).all() and (steps[:1] > 0).all():
-            # As most do: one copy that changes the type on the way.
-            apart = int(steps[0]) if len(steps) else 1
-            out.copy_(self._rows[int(at[0]) : int(at[-1]) + 1 : apart])
-        elif len(at):
-            out.copy_(self._rows[torch.from_numpy(at)])
-        if len(places) and int(self._head[0]) - int(places.min()) > capacity:
+        at = places % capacity
+        apart = int(at[1] - at[0]) if len(at) > 1 else 1
+        if apart > 0 and (np.diff(at) == apart).all():
+            # As most do.
+            _widen(self._rows[int(at[0]) : int(at[-1]) + 1 : apart], out)
+        else:
+            _widen(self._rows[at], out)
+        if int(self._head[0]) - int(places.min()) > capacity:
             raise OverwrittenError("these rows were read too late (max_shared_bytes)")
 
 
-def _rows_in(memory: mmap.mmap, address: RingAddress) -> torch.Tensor:
+def _rows_in(memory: mmap.mmap, address: RingAddress) -> npt.NDArray[Any]:
     """``[capacity, width]``, read alone."""
-    data = np.frombuffer(memory, np.uint8, offset=HEAD_BYTES)
-    with warnings.catch_warnings():
-        # torch knows no tensors that cannot be written to; nobody here writes.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        bytes_ = torch.from_numpy(data)
-    return bytes_.view(getattr(torch, address.dtype)).view(-1, address.width)
+    values: npt.NDArray[Any] = np.frombuffer(memory, NUMPY_TYPES[address.dtype], offset=HEAD_BYTES)
+    return values.reshape(address.rows, address.width)
+
+
+def _widen(rows: npt.NDArray[Any], out: FloatArray) -> None:
+    """Not by torch, which shares such a copy among as many threads as there are processors: they would take them from
+    the engine, and a copy would last until the last of them was given one."""
+    if rows.dtype == BFLOAT16_BITS:
+        np.left_shift(rows, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        np.copyto(out, rows)

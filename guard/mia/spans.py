@@ -16,11 +16,14 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from guard.mia.spec import MAX_RANGES, SELECTOR, AttentionCapture, MiaSpec, Span, TokenRanges, span_of
 
 Message = dict[str, Any]
 CharRange = tuple[int, int]
-Offsets = Sequence[tuple[int, int]]
+Offsets = npt.NDArray[np.int64]
 
 JOINED_BY = "\n"
 """What vLLM 0.29 puts between the text parts of a content for a template that takes no lists."""
@@ -224,15 +227,16 @@ def _nth(items: Sequence[T], index: int) -> list[T]:
 
 
 def to_tokens(ranges: Sequence[CharRange], offsets: Offsets) -> tuple[tuple[int, int], ...]:
-    """Token ranges that touch the character ranges. offsets: each token's ``(start, end)`` characters, in order."""
-    out: list[tuple[int, int]] = []
-    for index, (start, end) in enumerate(offsets):
-        if end > start and any(start < stop and end > begin for begin, stop in ranges):
-            if out and out[-1][1] == index:
-                out[-1] = (out[-1][0], index + 1)
-            else:
-                out.append((index, index + 1))
-    return tuple(out)
+    """Token ranges that touch the character ranges. offsets: ``[tokens, 2]``, each token's first character and the one
+    after its last, in order."""
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    inside = np.zeros(len(offsets) + 2, np.bool_)
+    for begin, stop in ranges:
+        inside[1:-1] |= (starts < stop) & (ends > begin)
+    # A token without characters is in no range, and parts the tokens around it.
+    inside[1:-1] &= ends > starts
+    edges = np.flatnonzero(np.diff(inside)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def resolve(span: Span, messages: Sequence[LocatedMessage], offsets: Offsets | None, prompt_len: int) -> TokenRanges:
@@ -261,9 +265,13 @@ class ResolvedSpec:
 
 
 def resolve_spec(
-    spec: MiaSpec, messages: Sequence[LocatedMessage] | SpanError, offsets: Offsets | None, prompt_len: int
+    spec: MiaSpec,
+    messages: Sequence[LocatedMessage] | SpanError,
+    offsets: Sequence[tuple[int, int]] | None,
+    prompt_len: int,
 ) -> ResolvedSpec:
     """Resolve every span; captures on spans that cannot be found are left out with the reason, the rest stays."""
+    edges = None if offsets is None or not spec.needs_messages else np.asarray(offsets, np.int64).reshape(-1, 2)
     resolved: dict[str, Span] = {}
     failed: dict[str, str] = {}
     for name, span in spec.spans.items():
@@ -271,7 +279,7 @@ def resolve_spec(
             if isinstance(messages, SpanError) and not isinstance(span, TokenRanges):
                 raise messages
             located = [] if isinstance(messages, SpanError) else messages
-            resolved[name] = resolve(span, located, offsets, prompt_len)
+            resolved[name] = resolve(span, located, edges, prompt_len)
         except SpanError as error:
             failed[name] = str(error)
     unavailable: dict[str, str] = {}
@@ -283,6 +291,8 @@ def resolve_spec(
             isinstance(capture.positions, TokenRanges) and max(end for _, end in capture.positions.tokens) > prompt_len
         ):
             unavailable[name] = f"token ranges end beyond the prompt's {prompt_len} tokens"
+    if not unavailable and not spec.needs_messages:
+        return ResolvedSpec(spec, unavailable)
     kinds = ("hidden", "probes", "attention", "qk")
     left = {kind: {name: one for name, one in getattr(spec, kind).items() if name not in unavailable} for kind in kinds}
     return ResolvedSpec(spec.model_copy(update={"spans": resolved, **left}), unavailable)

@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -29,6 +30,9 @@ from guard.mistakes import told
 
 MAX_SPEC_BYTES = 64 * 1024
 """Longest accepted JSON text of one spec."""
+
+KNOWN_SPECS, MAX_KNOWN_CHARS = 256, 8 * 1024
+"""So many texts are remembered with what they say, none longer than that."""
 
 MAX_CAPTURES = 256
 """Most captures, of all kinds together, that one request may name."""
@@ -394,7 +398,7 @@ class MiaSpec(_Model):
     @classmethod
     def from_wire(cls, text: str) -> MiaSpec:
         """Inverse of ``to_wire`` for a spec that was checked before, of any size. ``parse_spec`` is for clients'."""
-        return cls.model_validate_json(text)
+        return _validate_known(text) if len(text) <= MAX_KNOWN_CHARS else cls.model_validate_json(text)
 
     @property
     def needs_messages(self) -> bool:
@@ -410,8 +414,14 @@ def parse_spec(text: object) -> MiaSpec:
     """Parse the wire form. Raises ``SpecError`` that names the first offending field; never another exception."""
     if not isinstance(text, str):
         raise SpecError(f"must be a JSON string, not {type(text).__name__}")
+    if len(text) <= MAX_KNOWN_CHARS:
+        return _parse_known(text)
     if len(text.encode(errors="replace")) > MAX_SPEC_BYTES:
         raise SpecError(f"longer than {MAX_SPEC_BYTES} bytes")
+    return _parse(text)
+
+
+def _parse(text: str) -> MiaSpec:
     try:
         json.loads(text, object_pairs_hook=_once_each)
     except _FieldError as error:
@@ -428,6 +438,11 @@ def parse_spec(text: object) -> MiaSpec:
         )
         path = ".".join(["mia", *(str(part) for part in first["loc"] if part not in FORMS), *below])
         raise SpecError(f"{path}: {told(first)}", path) from None
+
+
+# Requests under one policy bring the same text, and nothing changes a spec.
+_parse_known = lru_cache(KNOWN_SPECS)(_parse)
+_validate_known = lru_cache(KNOWN_SPECS)(MiaSpec.model_validate_json)
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> None:

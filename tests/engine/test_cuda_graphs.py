@@ -76,6 +76,28 @@ def vector_of(config: EngineConfig, name: str) -> np.ndarray:
     return load_file(config.steering_folder / f"{name}.safetensors")["vector"]
 
 
+def compiled() -> dict[str, int]:
+    """How many versions there are of each kernel that runs outside of graphs."""
+    from guard.mia import kernels
+
+    return {
+        one.__name__: sum(len(versions[0]) for versions in one.device_caches.values())
+        for one in (kernels._span_mass, kernels._judge_gates)
+    }
+
+
+def test_no_request_waits_until_a_kernel_is_compiled(folder: Path, config: EngineConfig) -> None:
+    gate = {"readout": "share", "span": "data", "above": 0.0}
+    spec = steered("push", 1.0).model_dump(mode="json")
+    spec["steer"] = [{"vector": "push", "layer": 2, "coefficient": 1.0, "phase": "decode", "gate": gate}]
+    with engines.engine(folder, config, compiled=True) as llm:
+        before = compiled()
+        assert all(before.values())
+        for conversation in CONVERSATIONS:
+            llm.chat([conversation], [MiaSpec.model_validate(spec)], max_tokens=3)
+        assert compiled() == before
+
+
 def test_replays_read_and_steer_what_each_request_asks_for_after_they_were_captured(
     graphs: MiaLLM, folder: Path, config: EngineConfig
 ) -> None:

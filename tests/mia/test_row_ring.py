@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from guard.mia.row_ring import OverwrittenError, RingAddress, RingReader, RowRing
 
 WIDTH = 24
-ROW_BYTES = WIDTH * 2
 
 
-def ring(rows: int) -> RowRing:
-    return RowRing(rows * ROW_BYTES, WIDTH, torch.bfloat16, pinned=False)
+def ring(rows: int, dtype: torch.dtype = torch.bfloat16) -> RowRing:
+    return RowRing(rows * WIDTH * dtype.itemsize, WIDTH, dtype, pinned=False)
 
 
 def taken(address: RingAddress, places: list[int]) -> torch.Tensor:
-    out = torch.full((len(places), address.width), float("nan"))
+    out = np.full((len(places), address.width), np.nan, np.float32)
     RingReader(address).take(np.asarray(places, np.int64), out)
-    return out
+    return torch.from_numpy(out)
 
 
 def rows(count: int, seed: int) -> torch.Tensor:
@@ -49,6 +48,18 @@ def test_rows_are_what_was_put_in_as_long_as_there_is_room_for_all_since(counts:
                 taken(memory.address, places)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("places", [[2], [1, 3, 5], [4, 4], [7, 0, 3, 2]], ids=str)
+def test_every_value_of_every_type_comes_out_as_what_it_is(dtype: torch.dtype, places: list[int]) -> None:
+    memory = ring(8, dtype)
+    kinds = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max, torch.finfo(dtype).tiny])
+    values = torch.cat([kinds, kinds * 0.37]).repeat(14)[: 8 * WIDTH].view(8, WIDTH).to(dtype)
+    begin = memory.put(values)
+    out = taken(memory.address, [begin + place for place in places])
+    torch.testing.assert_close(out, values[places].float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(out.signbit(), values[places].float().signbit())
+
+
 def test_rows_that_were_overwritten_are_refused() -> None:
     memory = ring(20)
     first = memory.put(rows(10, 0))
@@ -69,8 +80,8 @@ def test_another_process_reads_them_and_nobody_once_the_worker_has_let_go() -> N
     memory = ring(20)
     begin = memory.put(rows(5, 7))
     program = (
-        "import sys, numpy, torch; from guard.mia.row_ring import RingAddress, RingReader; "
-        "path, dtype, width, rows, begin = sys.argv[1:]; out = torch.empty(3, int(width)); "
+        "import sys, numpy; from guard.mia.row_ring import RingAddress, RingReader; "
+        "path, dtype, width, rows, begin = sys.argv[1:]; out = numpy.empty((3, int(width)), numpy.float32); "
         "address = RingAddress(path, dtype, int(width), int(rows)); "
         "RingReader(address).take(numpy.arange(3) + int(begin) + 1, out); print(out.tolist())"
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jinja2
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -137,7 +138,7 @@ def test_selectors_name_messages(selector: str, indices: list[int]) -> None:
 
 
 def test_tokens_that_touch_a_range_belong_to_it_and_empty_tokens_do_not() -> None:
-    offsets = [(0, 0), (0, 3), (3, 6), (6, 6), (6, 9), (9, 12)]
+    offsets = np.asarray([(0, 0), (0, 3), (3, 6), (6, 6), (6, 9), (9, 12)])
     assert to_tokens([(4, 7)], offsets) == ((2, 3), (4, 5))
     assert to_tokens([(0, 3), (9, 10)], offsets) == ((1, 2), (5, 6))
     assert to_tokens([(3, 3)], offsets) == ()

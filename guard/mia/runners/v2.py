@@ -71,6 +71,8 @@ def _initialize_kv_cache(original: Any, runner: GPUModelRunner, *args: Any, **kw
 
         caches = {layer: _cache_of(runner, adapter, layer) for layer in adapter.buffers.query}
         adapter.reader.keys = PagedKeys(caches, adapter.buffers.query_pool)
+    if adapter is not None:
+        adapter.reader.warm_up()
 
 
 def _cache_of(runner: GPUModelRunner, adapter: Adapter, layer: int) -> LayerCache:
