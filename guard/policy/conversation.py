@@ -28,6 +28,11 @@ KNOWN_ROLES = frozenset((*OPERATORS_ROLES, *CLIENTS_ROLES, ANSWERING_ROLE))
 this list nor the policy has, a stranger, is meant wherever a user's message or a tool's result is, so that no new name
 makes a message nobody's."""
 
+DOCUMENTS, OF_CLIENTS = -2, -3
+"""In place of a message's index, for what a template shows outside of all messages. Documents that a request has beside
+its messages are data as a tool's results are, and meant wherever any of these are; what else a client may have shown
+there is meant wherever a user's message or a tool's result is."""
+
 ROLE = re.compile(r"[a-z_]{1,32}")
 MAX_SELECTORS = 16
 """What the aperture takes for one span."""
@@ -85,9 +90,20 @@ def matches(selectors: Sequence[str], roles: Sequence[str], named: Collection[st
 def places(
     selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None = None
 ) -> set[tuple[int, int | None]]:
-    """Every message that is meant: its index, and of it one part, counted from its first or last, or None for all.
-    named: as in ``resolved``."""
-    return {place for one in _plain(selectors, roles, named) for place in _places(one, roles)}
+    """Every message that is meant: its index, and of it one part, counted from its first or last, or None for all. The
+    index is ``DOCUMENTS`` or ``OF_CLIENTS`` for what is in no message. named: as in ``resolved``."""
+    found = {place for one in _plain(selectors, roles, named) for place in _places(one, roles)}
+    beside = ((DOCUMENTS, TOOL_ROLES), (OF_CLIENTS, CLIENTS_ROLES))
+    return found | {(index, None) for index, whose in beside if _means_any(selectors, whose)}
+
+
+def means_documents(selectors: Iterable[str]) -> bool:
+    """Whether documents beside the messages are meant: wherever any results of tools are."""
+    return _means_any(selectors, TOOL_ROLES)
+
+
+def _means_any(selectors: Iterable[str], whose: Collection[str]) -> bool:
+    return any(one in WORDS or not roles_named([one]).isdisjoint(whose) for one in selectors)
 
 
 def _plain(selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None) -> list[str]:

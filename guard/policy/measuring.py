@@ -38,7 +38,16 @@ from guard.mia.spec import (
     Steer,
     generates,
 )
-from guard.policy.conversation import WORDS, ConversationError, any_stranger, matches, places, resolved, roles_named
+from guard.policy.conversation import (
+    WORDS,
+    ConversationError,
+    any_stranger,
+    matches,
+    means_documents,
+    places,
+    resolved,
+    roles_named,
+)
 from guard.policy.readings import other_readings
 from guard.policy.schema import DetectorUse
 
@@ -54,7 +63,19 @@ NOT_YET = "the engine has sent nothing of the answer yet"
 
 Part = tuple[int, int, str]
 """One text of a conversation: index of its message, number of the part in it, and the text. The number is negative for
-what is not a part of its content, and the index for what is in no message."""
+what is not a part of its content, and the index for what is in no message (``conversation.DOCUMENTS``)."""
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """Why it is not known where something of a prompt stands; empty where it is. ``whole``: where it ends and which of
+    it is whose. ``documents``: where those are that the request has beside its messages; empty without any."""
+
+    whole: str = ""
+    documents: str = ""
+
+
+PLACED = Unplaced()
 
 
 @dataclass(frozen=True)
@@ -112,6 +133,18 @@ class Measurement:
     def reads_prompt(self) -> bool:
         """Whether what it needs of the engine depends on where the prompt ends, or which of it is whose."""
         return self.reads_engine and (bool(self.spans) or not all(map(generates, self.captures)))
+
+    def lost(self, unplaced: Unplaced) -> str:
+        """Why it cannot read such a prompt; empty where it can."""
+        if not self.reads_prompt:
+            return ""
+        documents = unplaced.documents if any(map(means_documents, self.spans.values())) else ""
+        return unplaced.whole or documents
+
+    def applies(self, roles: Sequence[str], unplaced: Unplaced) -> bool:
+        """Whether anything is in its scope."""
+        here = not self.scope or matches(self.scope, roles, self.named)
+        return here or (bool(unplaced.documents) and means_documents(self.scope))
 
     @property
     def depends_on_conversation(self) -> bool:
@@ -343,15 +376,15 @@ def question(
     measurements: Iterable[Measurement],
     roles: Sequence[str] | None,
     steerings: Sequence[Steering] = (),
-    unplaced: str = "",
+    unplaced: Unplaced = PLACED,
 ) -> Question:
     """What to ask for a conversation of messages with these roles; None leaves words in place, for checks alone.
 
-    unplaced: why nothing is known of where such a prompt ends and which of it is whose; empty where it is. Detectors
-    that depend on it are then unavailable, and gates that would read it are left out with their steering.
+    Detectors that depend on what is ``unplaced`` are unavailable, and gates that would read it are left out with their
+    steering.
     """
     measurements = tuple(measurements)
-    lost = {one.key for one in measurements if unplaced and one.reads_prompt}
+    lost = {one.key: why for one in measurements if (why := one.lost(unplaced))}
     steerings = [one for one in steerings if one.reads not in lost]
     spans: dict[str, Span] = {}
     hidden: dict[str, HiddenCapture] = {}
@@ -361,9 +394,9 @@ def question(
     for one in measurements:
         if one.key in lost:
             # Whatever its scope: a message may be in there that nobody sees.
-            known[one.key] = Score("unavailable", reason=unplaced)
+            known[one.key] = Score("unavailable", reason=lost[one.key])
             continue
-        if roles is not None and one.scope and not matches(one.scope, roles, one.named):
+        if roles is not None and not one.applies(roles, unplaced):
             known[one.key] = one.out_of_scope(roles)
             continue
         if one.asks_again:

@@ -16,7 +16,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from guard.mia.spec import FOREIGN_KEYS
 from guard.policy.conversation import places, roles_named
-from guard.policy.measuring import Part
+from guard.policy.measuring import Part, Unplaced
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.wire import IDS, Texts
 
@@ -132,6 +132,11 @@ class GuardedRequest(Generic[F_co]):
         return self.form.unread(self.fields)
 
     @property
+    def unplaced(self) -> Unplaced:
+        """What is not known of where in the prompt it stands."""
+        return self.form.unplaced(self.fields)
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream is to end with a count of tokens."""
         options = self.fields.get("stream_options")
@@ -186,6 +191,7 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     if not isinstance(fields.get("model"), str) or not fields["model"]:
         raise InvalidRequestError("model must be a string that is not empty", "model")
     form.check(fields)
+    form.check_served(fields)
     if not isinstance(fields.get("stream"), bool | None):
         raise InvalidRequestError("stream must be true or false", "stream")
     xargs = fields.get("vllm_xargs")
