@@ -219,7 +219,8 @@ messages_form = Form(
     route=MESSAGES,
     check=_check,
     check_served=_check_served,
-    roles=lambda fields: roles_of(_messages(fields)),
+    # vLLM refuses a request that comes to no message.
+    roles=lambda fields: roles_of(_messages(fields)) or ("user",),
     slots=lambda fields: [slot for one in _messages(fields) for slot in one.slots],
     beside=_beside,
     unread=unread_files,
