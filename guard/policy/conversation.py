@@ -28,10 +28,10 @@ KNOWN_ROLES = frozenset((*OPERATORS_ROLES, *CLIENTS_ROLES, ANSWERING_ROLE))
 this list nor the policy has, a stranger, is meant wherever a user's message or a tool's result is, so that no new name
 makes a message nobody's."""
 
-DOCUMENTS, OF_CLIENTS = -2, -3
-"""In place of a message's index, for what a template shows outside of all messages. Documents that a request has beside
-its messages are data as a tool's results are, and meant wherever any of these are; what else a client may have shown
-there is meant wherever a user's message or a tool's result is."""
+DOCUMENTS, OF_USERS = -2, -3
+"""In place of a message's index, for what a template may show outside of all messages. Documents that a request has
+beside its messages are data as a tool's results are, and meant wherever any of these are; what else a client has there
+is meant wherever any message of a user is."""
 
 ROLE = re.compile(r"[a-z_]{1,32}")
 MAX_SELECTORS = 16
@@ -91,19 +91,18 @@ def places(
     selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None = None
 ) -> set[tuple[int, int | None]]:
     """Every message that is meant: its index, and of it one part, counted from its first or last, or None for all. The
-    index is ``DOCUMENTS`` or ``OF_CLIENTS`` for what is in no message. named: as in ``resolved``."""
+    index is ``DOCUMENTS`` or ``OF_USERS`` for what is in no message. named: as in ``resolved``."""
     found = {place for one in _plain(selectors, roles, named) for place in _places(one, roles)}
-    beside = ((DOCUMENTS, TOOL_ROLES), (OF_CLIENTS, CLIENTS_ROLES))
-    return found | {(index, None) for index, whose in beside if _means_any(selectors, whose)}
+    if means_documents(selectors):
+        found.add((DOCUMENTS, None))
+    if LAST_TURN in selectors or "user" in roles_named(selectors):
+        found.add((OF_USERS, None))
+    return found
 
 
 def means_documents(selectors: Iterable[str]) -> bool:
     """Whether documents beside the messages are meant: wherever any results of tools are."""
-    return _means_any(selectors, TOOL_ROLES)
-
-
-def _means_any(selectors: Iterable[str], whose: Collection[str]) -> bool:
-    return any(one in WORDS or not roles_named([one]).isdisjoint(whose) for one in selectors)
+    return any(one in WORDS or not roles_named([one]).isdisjoint(TOOL_ROLES) for one in selectors)
 
 
 def _plain(selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from guard.policy.conversation import DOCUMENTS, KNOWN_ROLES, OF_CLIENTS
+from guard.policy.conversation import DOCUMENTS, KNOWN_ROLES, OF_USERS
 from guard.policy.measuring import PLACED, Unplaced
 from guard.proxy.errors import InvalidRequestError, UpstreamError
 
@@ -497,8 +497,9 @@ AROUND = (
 """Fields of a request that templates show outside of all messages."""
 
 
-WHOSE = {"documents": DOCUMENTS, "chat_template_kwargs": OF_CLIENTS, "suffix": OF_CLIENTS}
-"""Of these fields the index in place of a message's; the others are the application's own, and of no message."""
+WHOSE = {"documents": DOCUMENTS, "chat_template_kwargs": OF_USERS, "suffix": 0}
+"""Of these fields whose they are, as a message's index; a raw prompt is the first. The others are the application's
+own, and of no message."""
 
 UNPLACED_DOCUMENTS = Unplaced(
     documents="documents are in the prompt where only the chat template knows: send them as results of a tool"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from guard.policy.conversation import OF_CLIENTS
+from guard.policy.conversation import OF_USERS
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, other_texts
 from guard.proxy.wire import (
@@ -86,7 +86,7 @@ def _messages(fields: Fields) -> Iterator[Seen]:
                 yield Seen(extra, number, [])
                 number += 1
         said = _is_said(role, content, blocks)
-        yield _rest(number if said else OF_CLIENTS, message, blocks, results)
+        yield _rest(number if said else OF_USERS, message, blocks, results)
         number += said
 
 

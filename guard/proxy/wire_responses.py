@@ -87,12 +87,12 @@ def _check_served(fields: Fields) -> None:
         kind, where = item.get("type", "message"), f"input[{i}]"
         if kind not in SERVED:
             raise InvalidRequestError(
-                f"{where}: the model server takes items of the types {', '.join(SERVED)}; send what a tool returned as "
+                f"{where}.type: the model server takes {', '.join(SERVED)}; send what a tool returned as "
                 "function_call_output",
                 f"{where}.type",
             )
         if kind != "message" and "role" in item:
-            raise InvalidRequestError(f"{where}: an item of type {kind} has no role", f"{where}.role")
+            raise InvalidRequestError(f"{where}.role: an item of type {kind} has none", f"{where}.role")
 
 
 def _messages(fields: Fields) -> Iterator[Seen]:
