@@ -55,6 +55,11 @@ def roles_named(selectors: Iterable[str]) -> frozenset[str]:
     return frozenset(match["role"] for match in matched if match is not None and match["role"] is not None)
 
 
+def ends_in_answer(roles: Sequence[str]) -> bool:
+    """Whether the assistant has said something since anybody else did but the operator."""
+    return next((role for role in reversed(roles) if role not in OPERATORS_ROLES), "") == ANSWERING_ROLE
+
+
 def any_stranger(roles: Iterable[str], named: Collection[str] = ()) -> bool:
     """Whether there is a role that neither the API nor the policy has. named: as in ``resolved``."""
     return any(role not in KNOWN_ROLES and role not in named for role in roles)

@@ -42,6 +42,7 @@ from guard.policy.conversation import (
     WORDS,
     ConversationError,
     any_stranger,
+    ends_in_answer,
     matches,
     means_documents,
     places,
@@ -57,6 +58,9 @@ OUT_OF_SCOPE = "the request has no message in its scope"
 UNKNOWN_ROLE = "no message is known to be in its scope, and a message's role is unknown"
 GATE_PREFIX = ".."
 """Before the name of a probe that a rule's gate reads and no detector: no detector's key begins so."""
+
+BEHIND_ANSWER = "the last message is the assistant's: the prompt ends behind it, and not where others have just spoken"
+"""Detectors are calibrated where others have. What a client has the assistant say after that makes them see less."""
 
 NO_TEXT = "there is no text to read"
 NOT_YET = "the engine has sent nothing of the answer yet"
@@ -146,6 +150,11 @@ class Measurement:
         here = not self.scope or matches(self.scope, roles, self.named)
         return here or (bool(unplaced.documents) and means_documents(self.scope))
 
+    @cached_property
+    def reads_end(self) -> bool:
+        """Whether it reads the prompt's last token."""
+        return any(one.positions == "last_prompt" for one in self.captures)
+
     @property
     def depends_on_conversation(self) -> bool:
         return bool(self.scope) or any(one in WORDS for selectors in self.spans.values() for one in selectors)
@@ -199,7 +208,9 @@ class Measurement:
         assert isinstance(detector, ScoreDetector)
         missing = Score("unavailable", reason="it was not measured")
         own = {name: scores.get(of, missing) for name, of in self.inputs.items()}
-        return self._checked(lambda: detector.score_from(own))
+        score = self._checked(lambda: detector.score_from(own))
+        least = next((one for one in own.values() if one.floor), None)
+        return score if least is None else at_least(score, least.reason)
 
     def second_pass(self, answer: str, parts: Sequence[Part], roles: Sequence[str]) -> SecondPass | Score:
         """Of a detector that asks again: what to ask, or a score where there is nothing to ask."""
@@ -269,6 +280,11 @@ class Measurement:
         return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
 
 
+def at_least(score: Score, reason: str) -> Score:
+    """The score as one that may be higher."""
+    return replace(score, floor=True, reason=reason) if score.status == "scored" else score
+
+
 def text_of(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[str]) -> str:
     """The texts of all messages that are meant, one under the other."""
     meant = places(selectors, roles)
@@ -326,6 +342,7 @@ class Steering:
 @dataclass(frozen=True)
 class Question:
     """What one request asks of the engine. ``known``: scores by key that need no reading, or that cannot be read.
+    ``floors``: keys of detectors that read where they may see less than there is.
 
     ``armed``: rules whose gated steering goes with it. ``steered``: the rule of each vector of the spec.
     """
@@ -334,6 +351,7 @@ class Question:
     known: Mapping[str, Score]
     armed: tuple[str, ...] = ()
     steered: tuple[str, ...] = ()
+    floors: frozenset[str] = frozenset()
 
     @cached_property
     def gated(self) -> Mapping[str, int]:
@@ -365,11 +383,13 @@ class Question:
         ``reason``. ``texts``: scores by key of the detectors that read text."""
         missing = Score("unavailable", reason=reason, timed_out=timed_out)
         known = {**(texts or {}), **self.known}
-        return {
+        found = {
             name: known.get(one.key) or (missing if readouts is None else one.score(readouts))
             for name, one in measurements.items()
             if not one.combines
         }
+        floors = {name for name in found if measurements[name].key in self.floors}
+        return {name: at_least(one, BEHIND_ANSWER) if name in floors else one for name, one in found.items()}
 
 
 def question(
@@ -418,7 +438,9 @@ def question(
         steer=tuple(steer for one in steerings for steer in one.steer),
     )
     rules = tuple(one.rule for one in steerings)
-    return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer))
+    behind = roles is not None and ends_in_answer(roles)
+    floors = frozenset(one.key for one in measurements if behind and one.reads_end)
+    return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer), floors)
 
 
 def with_combined(

@@ -204,7 +204,7 @@ def _scores(entry: Mapping[str, Any]) -> dict[str, Score]:
 def _score(value: float | None, status: str, late: bool) -> Score:
     kind, _, reason = status.partition(": ")
     if kind == "scored" and value is not None:
-        return Score("scored", float(value))
+        return Score("scored", float(value), reason=reason, floor=bool(reason))
     if kind == "not_applicable":
         return Score("not_applicable", reason=reason)
     return Score("unavailable", reason=reason, timed_out=late)

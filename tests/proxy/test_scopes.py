@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from guard.policy import load_policy
+from guard.policy.compiled import compile_rules
+from guard.policy.recorded import read_ledger
+from guard.policy.replay import replay
 from guard.proxy.services import EMBEDDINGS
-from tests.proxy.conftest import BLOCKED, BODY, POLICY, StartProxy
+from tests.proxy.conftest import BLOCKED, BODY, CLEAN, FLAGGED, POLICY, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_bypass import PROMPT_RULE, outcomes
-from tests.proxy.test_endpoints import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from tests.proxy.test_endpoints import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES, whole
 
 DOCUMENTS = [{"title": "t", "text": "secret"}]
 SAYS = {"model": "tiny", "input": [{"role": "user", "content": "a"}]}
@@ -143,3 +148,37 @@ async def test_what_vllm_reads_as_somebody_elses_is_refused_and_named(start_prox
         assert not engine.bodies
         first = {**BODIES[MESSAGES], "messages": [{"role": "system", "content": "a"}, *BODIES[MESSAGES]["messages"]]}
         assert (await proxy.post(first, path=MESSAGES))[0] == 200
+
+
+BEHIND: dict[str, tuple[str, dict[str, Any]]] = {
+    CHAT: (CHAT, {**BODY, "messages": [*BODY["messages"], {"role": "assistant", "content": "well"}]}),
+    RESPONSES: (RESPONSES, {**SAYS, "input": [*SAYS["input"], {"type": "reasoning", "summary": [{"text": "well"}]}]}),
+    MESSAGES: (
+        MESSAGES,
+        {**BODIES[MESSAGES], "messages": [*BODIES[MESSAGES]["messages"], {"role": "assistant", "content": "well"}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("route", list(BEHIND))
+async def test_behind_the_assistants_words_a_low_score_clears_nothing_and_a_high_one_counts(
+    start_proxy: StartProxy, tmp_path: Path, route: str
+) -> None:
+    path, body = BEHIND[route]
+    answer = FakeEngine(body=whole(route, "fine"))
+    async with running(answer) as engine, start_proxy(engine, POLICY) as proxy:
+        for logit, expected in ((CLEAN, (200, "stop")), (FLAGGED, (200, "stop,watch")), (BLOCKED, (400, "stop,watch"))):
+            engine.logit = logit
+            status, headers, _ = await proxy.post(body, path=path)
+            assert (status, headers["x-guard-rules"]) == expected
+        first = (await proxy.entries(3))[0]
+        assert first["scores"]["danger"] < 0.01
+        assert first["detectors"]["danger"].startswith("scored: the last message is the assistant's")
+        assert "at least" in first["reason"]
+        loaded = load_policy(tmp_path / "policy.yaml")
+        again = replay(loaded, compile_rules(loaded, {}), read_ledger(proxy.ledger))
+        assert (again.compared, again.changed()) == (3, 0)
+    strict = POLICY.replace("on_error: flag", "on_error: block")
+    async with running(answer) as engine, start_proxy(engine, strict) as proxy:
+        engine.logit = CLEAN
+        assert (await proxy.post(body, path=path))[0] == 503
