@@ -73,10 +73,12 @@ what is not a part of its content, and the index for what is in no message (``co
 @dataclass(frozen=True)
 class Unplaced:
     """Why it is not known where something of a prompt stands; empty where it is. ``whole``: where it ends and which of
-    it is whose. ``documents``: where those are that the request has beside its messages; empty without any."""
+    it is whose. ``documents``: where those are that the request has beside its messages; empty without any. ``turns``:
+    where one who speaks ends, so that what is read at the prompt's end may be less than there is."""
 
     whole: str = ""
     documents: str = ""
+    turns: str = ""
 
 
 PLACED = Unplaced()
@@ -342,7 +344,7 @@ class Steering:
 @dataclass(frozen=True)
 class Question:
     """What one request asks of the engine. ``known``: scores by key that need no reading, or that cannot be read.
-    ``floors``: keys of detectors that read where they may see less than there is.
+    ``floors``: by key of detectors that read where they may see less than there is, why that is so.
 
     ``armed``: rules whose gated steering goes with it. ``steered``: the rule of each vector of the spec.
     """
@@ -351,7 +353,7 @@ class Question:
     known: Mapping[str, Score]
     armed: tuple[str, ...] = ()
     steered: tuple[str, ...] = ()
-    floors: frozenset[str] = frozenset()
+    floors: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def gated(self) -> Mapping[str, int]:
@@ -388,8 +390,8 @@ class Question:
             for name, one in measurements.items()
             if not one.combines
         }
-        floors = {name for name in found if measurements[name].key in self.floors}
-        return {name: at_least(one, BEHIND_ANSWER) if name in floors else one for name, one in found.items()}
+        why = {name: self.floors.get(measurements[name].key, "") for name in found}
+        return {name: at_least(one, why[name]) if why[name] else one for name, one in found.items()}
 
 
 def question(
@@ -438,8 +440,8 @@ def question(
         steer=tuple(steer for one in steerings for steer in one.steer),
     )
     rules = tuple(one.rule for one in steerings)
-    behind = roles is not None and ends_in_answer(roles)
-    floors = frozenset(one.key for one in measurements if behind and one.reads_end)
+    less = unplaced.turns or (BEHIND_ANSWER if roles is not None and ends_in_answer(roles) else "")
+    floors = {one.key: less for one in measurements if less and one.reads_end}
     return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer), floors)
 
 

@@ -18,6 +18,7 @@ from guard.mia.spec import FOREIGN_KEYS
 from guard.policy.conversation import places, roles_named
 from guard.policy.measuring import Part, Unplaced
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.turn_marks import marks_turns, may_mark_turns
 from guard.proxy.wire import IDS, Texts
 
 F = TypeVar("F", bound=Texts)
@@ -84,6 +85,8 @@ REPLACING: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 """Variables that a template has from the engine: what else stands in their place is another prompt."""
 
+MARKED = "a text has marks in it that chat templates end turns with: who says what is not known"
+
 UNGUARDED: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
     "enable_response_messages": (None, False),
@@ -131,10 +134,11 @@ class GuardedRequest(Generic[F_co]):
         """Why these are not all texts that the model reads; empty when they are."""
         return self.form.unread(self.fields)
 
-    @property
+    @cached_property
     def unplaced(self) -> Unplaced:
         """What is not known of where in the prompt it stands."""
-        return self.form.unplaced(self.fields)
+        known = self.form.unplaced(self.fields)
+        return replace(known, turns=MARKED) if may_mark_turns(self.to_json()) and marks_turns(self.texts) else known
 
     @property
     def wants_usage(self) -> bool:
