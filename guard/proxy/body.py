@@ -206,7 +206,10 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
             f"vllm_xargs.{taken[0]} is set by the guard alone; remove it", f"vllm_xargs.{taken[0]}"
         )
     _check_guardable(fields)
-    return GuardedRequest(form, fields)
+    request = GuardedRequest(form, fields)
+    # Worked out here, where nobody else waits while a long text is searched.
+    _ = request.unplaced
+    return request
 
 
 def _check_guardable(fields: dict[str, Any]) -> None:

@@ -214,7 +214,12 @@ async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]])
     def judge() -> list[Judged]:
         # Whatever a detector's scope, it is not the conversation that keeps it from reading.
         return [
-            judged(judges, judges.ask(one.roles, replace(one.unplaced, whole=NOT_READ.reason)), NOT_READ, read)
+            judged(
+                judges,
+                judges.ask(one.roles, replace(one.form.unplaced(one.fields), whole=NOT_READ.reason)),
+                NOT_READ,
+                read,
+            )
             for one, read in zip(prompts, texts, strict=True)
         ]
 

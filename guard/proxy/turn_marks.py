@@ -7,7 +7,6 @@ tokenizer reads them in texts, is not known here. Never decides anything.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from itertools import groupby
@@ -26,15 +25,15 @@ MARK = re.compile(
 )
 """As tokenizers take them: letter by letter."""
 
-HINT = re.compile(rb"\||uff5c|_of_(?:turn|utterance)>|\[/?[A-Z_]{4,15}\]|SYS>>|s>|<extra_id_|\\\\u00|\\\\/")
-"""What a body has, written as JSON in ASCII, in which any of these may be; parts of one that are joined have it too."""
+HINT = re.compile(rb'[<|]|uff5c|\[[A-Z/"]|\\\\u00')
+"""What a body has, written as JSON in ASCII, in which any of these may be, in parts too. Most have none."""
 
-ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|/)")
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|/)")
 """Arguments of tools are JSON in a text, which templates show as it is read."""
 
 
 def may_mark_turns(body: bytes) -> bool:
-    """Whether the texts of a body, as ``GuardedRequest.to_json`` writes it, are worth a look. Most are not."""
+    """Whether the texts of a body, as ``GuardedRequest.to_json`` writes it, are worth a look."""
     return HINT.search(body) is not None
 
 
@@ -48,4 +47,4 @@ def marks_turns(texts: Iterable[Part]) -> bool:
 
 
 def _read(text: str) -> str:
-    return ESCAPE.sub(lambda found: str(json.loads(f'"{found[0]}"')), text) if "\\" in text else text
+    return ESCAPE.sub(lambda found: chr(int(found[1] or "2f", 16)), text) if "\\" in text else text
