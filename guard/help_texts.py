@@ -92,8 +92,8 @@ DIFF_END = closing(
 )
 REPLAY_END = closing(
     "0 when no more changes than --max-percent, 1 when more, 2 when the policy or the ledger cannot be read, 3 when "
-    "the policy has what replay cannot judge, such as another streaming or a detector that no line has a score of, 4 "
-    "when no request could be compared",
+    "the policy has what replay cannot judge, such as another streaming or a detector that no line has a score of, or "
+    "more requests could not be compared than could, 4 when none could",
     "guard policy replay candidate.yaml --ledger ledger.jsonl --model smollm2-135m --fail-on looser",
 )
 SCHEMA_END = closing("0", "guard policy schema > policy.schema.json")

@@ -215,13 +215,13 @@ def replay(
     else:
         for line in (f"policy {loaded.label}", *summary(result)):
             typer.echo(line)
-    unjudged = bool(result.not_judged or result.never_measured) and not allow_unjudged
+    lacking = bool(result.never_measured) or result.incomplete > result.compared
     if not result.compared and (allow_unjudged or not result.not_judged):
         typer.echo("guard: no request could be compared", err=True)
         raise typer.Exit(UNCOMPARED)
     if result.percent(fail_on) > max_percent:
         raise typer.Exit(1)
-    raise typer.Exit(UNJUDGED if unjudged else 0)
+    raise typer.Exit(UNJUDGED if (result.not_judged or lacking) and not allow_unjudged else 0)
 
 
 @policy_app.command("schema", epilog=SCHEMA_END)

@@ -183,6 +183,13 @@ def test_replay_on_another_policys_ledger_says_what_it_could_compare_and_is_no_s
     for options, code in (((), 3), (("--allow-unjudged",), 0)):
         done = guard("replay", policy, "--ledger", ledger, *options)
         assert (done.exit_code, "no line has a score of b" in done.output) == (code, True), done.output
+    lines = ledger.read_text().splitlines()
+    for most, code in ((lines[:4], 0), (lines[:3], 3)):
+        other = [one.replace("fake@", "fake@0") for one in lines[4:8]]
+        ledger.write_text("\n".join([*most, *other]) + "\n")
+        policy.write_text(POLICY)
+        done = guard("replay", policy, "--ledger", ledger)
+        assert (done.exit_code, f"{len(most)} requests compared" in done.output) == (code, True), done.output
 
 
 def test_a_threshold_by_name_needs_a_model_and_is_then_its_number(tmp_path: Path) -> None:

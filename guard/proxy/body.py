@@ -138,7 +138,7 @@ class GuardedRequest(Generic[F_co]):
     def unplaced(self) -> Unplaced:
         """What is not known of where in the prompt it stands."""
         known = self.form.unplaced(self.fields)
-        return replace(known, turns=MARKED) if may_mark_turns(self.to_json()) and marks_turns(self.texts) else known
+        return replace(known, turns=MARKED) if may_mark_turns(self.fields) and marks_turns(self.texts) else known
 
     @property
     def wants_usage(self) -> bool:

@@ -7,9 +7,11 @@ tokenizer reads them in texts, is not known here. Never decides anything.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
+from typing import Any
 
 from guard.policy.measuring import Part
 
@@ -25,16 +27,16 @@ MARK = re.compile(
 )
 """As tokenizers take them: letter by letter."""
 
-HINT = re.compile(rb'[<|]|uff5c|\[[A-Z/"]|\\\\u00')
-"""What a body has, written as JSON in ASCII, in which any of these may be, in parts too. Most have none."""
+HINT = re.compile(r'[<|]|uff5c|\[[A-Z/"]|\\\\u00')
+"""What a request has, written as JSON in ASCII, in which any of these may be, in parts too. Most have none."""
 
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|/)")
 """Arguments of tools are JSON in a text, which templates show as it is read."""
 
 
-def may_mark_turns(body: bytes) -> bool:
-    """Whether the texts of a body, as ``GuardedRequest.to_json`` writes it, are worth a look."""
-    return HINT.search(body) is not None
+def may_mark_turns(fields: Mapping[str, Any]) -> bool:
+    """Whether the texts of a request are worth a look."""
+    return HINT.search(json.dumps(fields, separators=(",", ":"), default=str)) is not None
 
 
 def marks_turns(texts: Iterable[Part]) -> bool:
