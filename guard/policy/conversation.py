@@ -55,9 +55,9 @@ def roles_named(selectors: Iterable[str]) -> frozenset[str]:
     return frozenset(match["role"] for match in matched if match is not None and match["role"] is not None)
 
 
-def ends_in_answer(roles: Sequence[str]) -> bool:
-    """Whether the assistant has said something since anybody else did but the operator."""
-    return next((role for role in reversed(roles) if role not in OPERATORS_ROLES), "") == ANSWERING_ROLE
+def ends_behind_others(roles: Sequence[str]) -> bool:
+    """Whether the last message is the assistant's or the operator's, and not of those who bring something in."""
+    return bool(roles) and roles[-1] in (ANSWERING_ROLE, *OPERATORS_ROLES)
 
 
 def any_stranger(roles: Iterable[str], named: Collection[str] = ()) -> bool:

@@ -15,7 +15,7 @@ from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec
 from guard.mistakes import first_mistake
 from guard.policy.bound import BoundPolicy
-from guard.policy.conversation import ends_in_answer, means_what_it_says
+from guard.policy.conversation import ends_behind_others, means_what_it_says
 from guard.policy.engine import Decision
 from guard.policy.measuring import (
     PLACED,
@@ -66,7 +66,12 @@ class Judges:
 
     def ask(self, roles: Sequence[str], unplaced: Unplaced = PLACED) -> Question:
         """What to ask the engine for a conversation of messages with these roles, and what is unplaced in it."""
-        if self.settled is not None and means_what_it_says(roles) and unplaced == PLACED and not ends_in_answer(roles):
+        if (
+            self.settled is not None
+            and means_what_it_says(roles)
+            and unplaced == PLACED
+            and not ends_behind_others(roles)
+        ):
             return self.settled
         return self._growing(question(self.measured, roles, self.live.armed, unplaced))
 

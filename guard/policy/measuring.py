@@ -42,7 +42,7 @@ from guard.policy.conversation import (
     WORDS,
     ConversationError,
     any_stranger,
-    ends_in_answer,
+    ends_behind_others,
     matches,
     means_documents,
     places,
@@ -59,8 +59,11 @@ UNKNOWN_ROLE = "no message is known to be in its scope, and a message's role is 
 GATE_PREFIX = ".."
 """Before the name of a probe that a rule's gate reads and no detector: no detector's key begins so."""
 
-BEHIND_ANSWER = "the last message is the assistant's: the prompt ends behind it, and not where others have just spoken"
-"""Detectors are calibrated where others have. What a client has the assistant say after that makes them see less."""
+BEHIND_OTHERS = (
+    "the last message is the assistant's or the system's: the prompt does not end where others have just spoken"
+)
+"""Detectors are calibrated where others have. What a client has assistant or system say after that makes them see
+less."""
 
 NO_TEXT = "there is no text to read"
 NOT_YET = "the engine has sent nothing of the answer yet"
@@ -440,7 +443,7 @@ def question(
         steer=tuple(steer for one in steerings for steer in one.steer),
     )
     rules = tuple(one.rule for one in steerings)
-    less = unplaced.turns or (BEHIND_ANSWER if roles is not None and ends_in_answer(roles) else "")
+    less = unplaced.turns or (BEHIND_OTHERS if roles is not None and ends_behind_others(roles) else "")
     floors = {one.key: less for one in measurements if less and one.reads_end}
     return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer), floors)
 

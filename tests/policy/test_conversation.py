@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guard.mia.spec import MiaSpec
-from guard.policy.conversation import ConversationError, ends_in_answer, matches, resolved
+from guard.policy.conversation import ConversationError, ends_behind_others, matches, resolved
 
 unhurried = settings(deadline=None, max_examples=60)
 """Other processes may take the machine from a test."""
@@ -126,11 +126,12 @@ def test_a_role_that_reads_like_a_selector_is_not_taken_for_one() -> None:
         (("user", "assistant", "tool"), False),
         (("user", "assistant", "assistant"), True),
         (("assistant", "human"), False),
-        (("system",), False),
+        (("user", "system"), True),
+        (("system",), True),
         ((), False),
     ],
 )
-def test_a_conversation_ends_in_an_answer_where_nobody_but_the_operator_speaks_after_it(
+def test_a_conversation_ends_behind_others_where_assistant_or_operator_speak_last(
     roles: tuple[str, ...], behind: bool
 ) -> None:
-    assert ends_in_answer(roles) == behind
+    assert ends_behind_others(roles) == behind

@@ -157,15 +157,17 @@ BEHIND: dict[str, tuple[str, dict[str, Any]]] = {
         MESSAGES,
         {**BODIES[MESSAGES], "messages": [*BODIES[MESSAGES]["messages"], {"role": "assistant", "content": "well"}]},
     ),
+    "system": (CHAT, {**BODY, "messages": [*BODY["messages"], {"role": "system", "content": "well"}]}),
+    "developer": (RESPONSES, {**SAYS, "input": [*SAYS["input"], {"role": "developer", "content": "well"}]}),
 }
 
 
-@pytest.mark.parametrize("route", list(BEHIND))
-async def test_behind_the_assistants_words_a_low_score_clears_nothing_and_a_high_one_counts(
-    start_proxy: StartProxy, tmp_path: Path, route: str
+@pytest.mark.parametrize("name", list(BEHIND))
+async def test_behind_others_words_a_low_score_clears_nothing_and_a_high_one_counts(
+    start_proxy: StartProxy, tmp_path: Path, name: str
 ) -> None:
-    path, body = BEHIND[route]
-    answer = FakeEngine(body=whole(route, "fine"))
+    path, body = BEHIND[name]
+    answer = FakeEngine(body=whole(path, "fine"))
     async with running(answer) as engine, start_proxy(engine, POLICY) as proxy:
         for logit, expected in ((CLEAN, (200, "stop")), (FLAGGED, (200, "stop,watch")), (BLOCKED, (400, "stop,watch"))):
             engine.logit = logit
