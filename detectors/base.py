@@ -36,8 +36,9 @@ class Score:
     ``timed_out``: unavailable because it did not come in time. ``spans``: of a text, the characters [start, end) that
     make the score what it is, for redaction; empty when no part stands out. ``passages``: of the prompt, the tokens
     that make it so, the strongest first. ``details``: further numbers by name, such as the probability of each label
-    where a detector tells more than yes and no apart. Set by whoever calls the detector: ``dropped``, unavailable
-    because the engine had no space for what is read; ``took_s``, seconds that the detector itself computed.
+    where a detector tells more than yes and no apart. Set by whoever calls the detector: ``floor``, at least this high,
+    for ``reason``: a bound that it does not reach may be reached; ``dropped``, unavailable because the engine had no
+    space for what is read; ``took_s``, seconds that the detector itself computed.
     """
 
     status: ScoreStatus
@@ -47,6 +48,7 @@ class Score:
     spans: tuple[tuple[int, int], ...] = ()
     passages: tuple[Passage, ...] = ()
     details: tuple[tuple[str, float], ...] = ()
+    floor: bool = False
     dropped: bool = field(default=False, compare=False)
     took_s: float | None = field(default=None, compare=False)
 

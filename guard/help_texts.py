@@ -91,8 +91,9 @@ DIFF_END = closing(
     "0 when both say the same, 1 when not, 2 when one cannot be read", "guard policy diff default.yaml strict.yaml"
 )
 REPLAY_END = closing(
-    "0 when no more changes than --max-percent, 1 when more, 2 when nothing could be compared, 3 when the policy "
-    "changes what replay cannot judge, such as streaming",
+    "0 when no more changes than --max-percent, 1 when more, 2 when the policy or the ledger cannot be read, 3 when "
+    "the policy has what replay cannot judge, such as another streaming or a detector that no line has a score of, or "
+    "more requests could not be compared than could, 4 when none could",
     "guard policy replay candidate.yaml --ledger ledger.jsonl --model smollm2-135m --fail-on looser",
 )
 SCHEMA_END = closing("0", "guard policy schema > policy.schema.json")

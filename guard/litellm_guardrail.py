@@ -173,8 +173,10 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
 
     async def _decide(self, request: GuardedRequest[Texts]) -> Decision:
         live, roles, route = self._judges.live, request.roles, request.form.route
-        reason = request.form.unplaced or ("" if self._engine and route == chat_form.route else NO_ENGINE)
-        asked = self._judges.ask_unread(roles, reason) if reason else self._judges.ask(roles)
+        reads = self._engine and route == chat_form.route
+        asked = self._judges.ask(roles, request.unplaced)
+        if not reads:
+            asked = self._judges.ask_unread(roles, NO_ENGINE, request.unplaced)
         reading = self._read(request, asked) if asked.reads else _nothing()
         texts, finding = await asyncio.gather(read_texts(self._judges, request), reading)
         return judge(self._judges, asked, finding, RequestRecord(route, live.name, live.hash), texts)

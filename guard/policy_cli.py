@@ -44,6 +44,9 @@ UNUSABLE = 2
 UNJUDGED = 3
 """Exit code of a replay that can say nothing of some of the candidate's changes."""
 
+UNCOMPARED = 4
+"""Exit code of a replay that could compare no request."""
+
 
 @policy_app.command("lint", epilog=LINT_END)
 def lint(
@@ -195,13 +198,16 @@ def replay(
     """Decide the ledger's requests again with another policy, on the recorded scores, and show what changes."""
     from guard.policy.compiled import compile_rules
     from guard.policy.recorded import read_ledger
-    from guard.policy.replay import replay, summary
+    from guard.policy.replay import replay
+    from guard.policy.replay_summary import summary
     from guard.telemetry.ledger_reader import LedgerReadError
 
     loaded = _load(policy)
     rules = _checked(lambda: compile_rules(loaded, _thresholds(loaded, model, model_configs)))
+    files = _files(loaded, model, model_configs)
+    entries = read_ledger(ledger or _own_ledger())
     try:
-        result = replay(loaded, rules, read_ledger(ledger or _own_ledger()), judged_by, playground=playground)
+        result = replay(loaded, rules, entries, judged_by, playground=playground, files=files)
     except LedgerReadError as error:
         _fail(str(error))
     if as_json:
@@ -209,11 +215,13 @@ def replay(
     else:
         for line in (f"policy {loaded.label}", *summary(result)):
             typer.echo(line)
+    lacking = bool(result.never_measured) or result.incomplete > result.compared
     if not result.compared and (allow_unjudged or not result.not_judged):
-        _fail("no request could be compared")
+        typer.echo("guard: no request could be compared", err=True)
+        raise typer.Exit(UNCOMPARED)
     if result.percent(fail_on) > max_percent:
         raise typer.Exit(1)
-    raise typer.Exit(UNJUDGED if result.not_judged and not allow_unjudged else 0)
+    raise typer.Exit(UNJUDGED if (result.not_judged or lacking) and not allow_unjudged else 0)
 
 
 @policy_app.command("schema", epilog=SCHEMA_END)
@@ -242,6 +250,16 @@ def _thresholds(loaded: LoadedPolicy, model: str | None, folder: Path | None) ->
         return thresholds_alone(loaded, folder)
     detectors = build_detectors(loaded, _config_key(model, folder), folder)
     return {name: detector.thresholds for name, detector in detectors.items()}
+
+
+def _files(loaded: LoadedPolicy, model: str | None, folder: Path | None) -> dict[str, str | None]:
+    """Fingerprints of the model's files, by detector; none without a model."""
+    from detectors.model_config import fingerprint_of
+    from guard.policy import build_detectors
+
+    folder = _model_configs(folder)
+    built = {} if model is None else build_detectors(loaded, _config_key(model, folder), folder)
+    return {name: fingerprint_of(detector) for name, detector in built.items()}
 
 
 def _model_configs(given: Path | None) -> Path:

@@ -35,7 +35,14 @@ Generated from the code by `python -m guard.reference`; do not edit.
 
 A raw prompt, of `/v1/completions`, has no template: its client chooses where it ends and what of it is whose, and so
 where a detector would read. Those that read the model at the prompt's end, or at messages, are unavailable there and
-`on_error` decides, so that a policy with `on_error: block` takes none; those of text and of generated tokens go on.
+`on_error` decides, so that a policy with `on_error: block` takes none; those of text and of generated tokens go on. The
+text, and `suffix`, counts as a user's and as a tool's result in every `scope`, as it may be either; a `scope` of other
+roles alone does not apply. So it is with texts in `input` of `/v1/embeddings`.
+
+`documents`, also in `chat_template_kwargs`, count as results of tools: a `scope` or redaction of these has them in it.
+Where in the prompt they are only the template knows, so a detector that reads the model at results of tools is
+unavailable; to have them read, send them as messages of role `tool`. What else `chat_template_kwargs` has counts as the
+user's; `tools` and formats of answers as the application's, which only detectors without a `scope` read.
 
 Refused, because it would decide where a prompt is measured, or whether: `vllm_xargs.mia`, MIA's own keys in
 `vllm_xargs`, `use_beam_search`, `add_generation_prompt: false`, `continue_final_message`, `truncate_prompt_tokens`,
@@ -53,7 +60,9 @@ Refused too: several prompts in one completion request, `messages` beside `input
 `prompt_embeds`; `background`, `previous_response_id`,
 `prompt`, `conversation`, items that refer to others, tools that vLLM calls itself (`mcp`, `web_search_preview`,
 `code_interpreter`, `container`) and an unfinished last item in `/v1/responses`, whose prompt or answer is not in the
-request.
+request. So is what vLLM fails at or reads as somebody else's: items of other types than `message`, `reasoning`,
+`function_call` and `function_call_output`, and a `role` in the last three; in `/v1/messages` a `tool_result` in the
+assistant's turn, and a message of role `system` that is not the first or stands beside `system`.
 
 A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,
 and MAX_VALUES texts, fields, lists and objects at any depth, which is MAX_DEPTH at most; more is a 400.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -67,11 +68,15 @@ def request(text: str) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], "metadata": {}}
 
 
-async def ask(guardrail: MiaGuardrail, text: str, call_type: str = "acompletion") -> dict[str, Any]:
-    data: dict[str, Any] = await guardrail.async_pre_call_hook(
-        user_api_key_dict=None, cache=None, data=request(text), call_type=call_type
+async def pre_call(guardrail: MiaGuardrail, data: dict[str, Any], call_type: str) -> dict[str, Any]:
+    judged: dict[str, Any] = await guardrail.async_pre_call_hook(
+        user_api_key_dict=None, cache=None, data=data, call_type=call_type
     )
-    return data
+    return judged
+
+
+async def ask(guardrail: MiaGuardrail, text: str, call_type: str = "acompletion") -> dict[str, Any]:
+    return await pre_call(guardrail, request(text), call_type)
 
 
 async def test_what_the_model_computes_decides_before_litellm_asks_anybody(make: Make) -> None:
@@ -106,6 +111,75 @@ async def test_every_field_that_a_template_may_show_is_read(make: Make, field: s
     data = {**request("hello"), field: value}
     await make().async_pre_call_hook(user_api_key_dict=None, cache=None, data=data, call_type="acompletion")
     assert "hide" in data["metadata"]["mia_guard"]["rules"]
+
+
+SCOPED = """\
+version: 1
+name: scoped
+detectors:
+  danger: {kind: probe, scope: SCOPE}
+  leak: {kind: words, config: tiny, scope: SCOPE}
+rules:
+  - {name: stop, when: {detector: danger, at_least: 0.9}, action: block, on_error: flag}
+  - {name: leak, when: {detector: leak, at_least: 0.5}, action: block}
+"""
+
+
+@pytest.mark.parametrize("scope", ["tool", "system", "user"])
+async def test_a_raw_prompt_is_read_as_nobodys_conversation(make: Make, scope: str) -> None:
+    """The engine is not asked, whatever the scope, and what reads the model is no less unavailable for it."""
+    async with running(FakeEngine(logit=BLOCKED)) as engine:
+        guardrail = make(SCOPED.replace("SCOPE", scope), engine=engine.url)
+        data: dict[str, Any] = {"model": "tiny", "prompt": "hello", "metadata": {}}
+        await pre_call(guardrail, data, "atext_completion")
+        assert data["metadata"]["mia_guard"]["rules"] == ["stop"]
+        assert not engine.bodies
+        if scope != "system":
+            with pytest.raises(HTTPException, match="rule leak"):
+                await pre_call(guardrail, {**data, "prompt": "the secret"}, "atext_completion")
+
+
+def items(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": "a"}, {"type": kind, **fields}]}
+
+
+def said_by(role: str, **block: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": [block]}]}
+
+
+FOUND = [{"type": "text", "text": "secret"}]
+RETURNED: dict[str, dict[str, Any]] = {
+    "what an MCP server returned": items("mcp_call", name="f", arguments="{}", output="secret"),
+    "its error": items("mcp_call", name="f", arguments="{}", error={"content": "secret"}),
+    "its tools": items("mcp_list_tools", tools=[{"name": "f", "description": "secret"}]),
+    "what a search of files found": items("file_search_call", queries=["a"], results=[{"text": "secret"}]),
+    "what code wrote": items("code_interpreter_call", code="a", outputs=[{"type": "logs", "logs": "secret"}]),
+    "what a shell wrote": items("local_shell_call_output", output="secret"),
+    "what shells wrote": items("shell_call_output", output=[{"stdout": "secret", "stderr": ""}]),
+    "what a custom tool returned": items("custom_tool_call_output", output="secret"),
+    "what a search found": said_by("assistant", type="web_search_tool_result", content=[{"title": "secret"}]),
+    "a page": said_by("assistant", type="web_fetch_tool_result", content={"type": "web_fetch_result", "url": "secret"}),
+    "what a sandbox wrote": said_by("assistant", type="code_execution_tool_result", content={"stdout": "secret"}),
+    "what an MCP server told": said_by("assistant", type="mcp_tool_result", content=FOUND),
+    "a result in the assistant's turn": said_by("assistant", type="tool_result", content="secret"),
+    "a result of a search": said_by("user", type="search_result", title="secret", content=[]),
+    "a document": said_by("user", type="document", source={"type": "text", "data": "secret"}),
+    "a document in parts": said_by("user", type="document", source={"type": "content", "content": FOUND}),
+}
+
+
+@pytest.mark.parametrize("name", list(RETURNED))
+async def test_what_tools_of_any_provider_returned_is_a_tools(make: Make, name: str) -> None:
+    fields = RETURNED[name]
+    call_type = "aresponses" if "input" in fields else "anthropic_messages"
+    for scope, stopped in (("tool", True), ("new_tool_results", True), ("assistant", False), ("user", False)):
+        data = {"model": "tiny", "metadata": {}, **copy.deepcopy(fields)}
+        asked = pre_call(make(SCOPED.replace("SCOPE", scope)), data, call_type)
+        if stopped:
+            with pytest.raises(HTTPException, match="rule leak"):
+                await asked
+        else:
+            await asked
 
 
 @pytest.mark.parametrize("fault", [{"event": "garbled"}, {"event": "missing"}, {"error": (500, {}, {})}, None])

@@ -164,8 +164,32 @@ def test_replay_fails_when_more_changes_than_allowed(
 
 def test_replay_of_nothing_is_no_success(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    for ledger in ("empty.jsonl", "none.jsonl"):
-        assert guard("replay", policy, "--ledger", tmp_path / ledger).exit_code == 2
+    for ledger, code in (("empty.jsonl", 4), ("none.jsonl", 2)):
+        for options in ((), ("--allow-unjudged",), ("--json",)):
+            assert guard("replay", policy, "--ledger", tmp_path / ledger, *options).exit_code == code
+
+
+def test_replay_on_another_policys_ledger_says_what_it_could_compare_and_is_no_success(
+    policy: Path, ledger: Path
+) -> None:
+    policy.write_text(POLICY.replace("a: {kind: fake}", "a: {kind: fake, scope: system}"))
+    done = guard("replay", policy, "--ledger", ledger)
+    assert done.exit_code == 4
+    assert "no request could be compared" in done.output
+    assert "10 requests lack a score as this policy measures it: a 10" in done.output
+    assert "a: 10 have one of this name, of another kind, spans, scope, inputs or file" in done.output
+    assert "rule watch, by itself, hits 0 of 10" in done.output
+    policy.write_text(POLICY.replace("b: {kind: fake", "b: {kind: fake, scope: system"))
+    for options, code in (((), 3), (("--allow-unjudged",), 0)):
+        done = guard("replay", policy, "--ledger", ledger, *options)
+        assert (done.exit_code, "no line has a score of b" in done.output) == (code, True), done.output
+    lines = ledger.read_text().splitlines()
+    for most, code in ((lines[:4], 0), (lines[:3], 3)):
+        other = [one.replace("fake@", "fake@0") for one in lines[4:8]]
+        ledger.write_text("\n".join([*most, *other]) + "\n")
+        policy.write_text(POLICY)
+        done = guard("replay", policy, "--ledger", ledger)
+        assert (done.exit_code, f"{len(most)} requests compared" in done.output) == (code, True), done.output
 
 
 def test_a_threshold_by_name_needs_a_model_and_is_then_its_number(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ KNOWN_ROLES = frozenset((*OPERATORS_ROLES, *CLIENTS_ROLES, ANSWERING_ROLE))
 this list nor the policy has, a stranger, is meant wherever a user's message or a tool's result is, so that no new name
 makes a message nobody's."""
 
+DOCUMENTS, OF_USERS = -2, -3
+"""In place of a message's index, for what a template may show outside of all messages. Documents that a request has
+beside its messages are data as a tool's results are, and meant wherever any of these are; what else a client has there
+is meant wherever any message of a user is."""
+
 ROLE = re.compile(r"[a-z_]{1,32}")
 MAX_SELECTORS = 16
 """What the aperture takes for one span."""
@@ -48,6 +53,11 @@ def roles_named(selectors: Iterable[str]) -> frozenset[str]:
     """The roles that selectors name themselves."""
     matched = (SELECTOR.fullmatch(one) for one in selectors if one not in WORDS)
     return frozenset(match["role"] for match in matched if match is not None and match["role"] is not None)
+
+
+def ends_behind_others(roles: Sequence[str]) -> bool:
+    """Whether the last message is the assistant's or the operator's, and not of those who bring something in."""
+    return bool(roles) and roles[-1] in (ANSWERING_ROLE, *OPERATORS_ROLES)
 
 
 def any_stranger(roles: Iterable[str], named: Collection[str] = ()) -> bool:
@@ -85,9 +95,19 @@ def matches(selectors: Sequence[str], roles: Sequence[str], named: Collection[st
 def places(
     selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None = None
 ) -> set[tuple[int, int | None]]:
-    """Every message that is meant: its index, and of it one part, counted from its first or last, or None for all.
-    named: as in ``resolved``."""
-    return {place for one in _plain(selectors, roles, named) for place in _places(one, roles)}
+    """Every message that is meant: its index, and of it one part, counted from its first or last, or None for all. The
+    index is ``DOCUMENTS`` or ``OF_USERS`` for what is in no message. named: as in ``resolved``."""
+    found = {place for one in _plain(selectors, roles, named) for place in _places(one, roles)}
+    if means_documents(selectors):
+        found.add((DOCUMENTS, None))
+    if LAST_TURN in selectors or "user" in roles_named(selectors):
+        found.add((OF_USERS, None))
+    return found
+
+
+def means_documents(selectors: Iterable[str]) -> bool:
+    """Whether documents beside the messages are meant: wherever any results of tools are."""
+    return any(one in WORDS or not roles_named([one]).isdisjoint(TOOL_ROLES) for one in selectors)
 
 
 def _plain(selectors: Sequence[str], roles: Sequence[str], named: Collection[str] | None) -> list[str]:

@@ -124,6 +124,6 @@ def _why(decision: Decision) -> str:
 
 def _score(score: Score) -> str:
     if score.status == "scored" and score.value is not None:
-        return numeral(score.value)
+        return f"{numeral(score.value)} at least ({score.reason})" if score.floor else numeral(score.value)
     status = "timeout" if score.timed_out else score.status
     return f"{status} ({score.reason})" if score.reason else status

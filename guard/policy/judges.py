@@ -15,9 +15,19 @@ from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec
 from guard.mistakes import first_mistake
 from guard.policy.bound import BoundPolicy
-from guard.policy.conversation import means_what_it_says
+from guard.policy.conversation import ends_behind_others, means_what_it_says
 from guard.policy.engine import Decision
-from guard.policy.measuring import Measurement, Part, Question, Steering, measurement, question, with_combined
+from guard.policy.measuring import (
+    PLACED,
+    Measurement,
+    Part,
+    Question,
+    Steering,
+    Unplaced,
+    measurement,
+    question,
+    with_combined,
+)
 from guard.policy.schema import LATER, Stage
 
 SHADOW_PREFIX = "."
@@ -54,30 +64,35 @@ class Judges:
     beside: Mapping[str, Measurement]
     settled: Question | None
 
-    def ask(self, roles: Sequence[str], unplaced: str = "") -> Question:
-        """What to ask the engine for a conversation of messages with these roles. unplaced: as in ``question``."""
-        if self.settled is not None and means_what_it_says(roles) and not unplaced:
+    def ask(self, roles: Sequence[str], unplaced: Unplaced = PLACED) -> Question:
+        """What to ask the engine for a conversation of messages with these roles, and what is unplaced in it."""
+        if (
+            self.settled is not None
+            and means_what_it_says(roles)
+            and unplaced == PLACED
+            and not ends_behind_others(roles)
+        ):
             return self.settled
         return self._growing(question(self.measured, roles, self.live.armed, unplaced))
 
-    def ask_alone(self, roles: Sequence[str], reason: str, unplaced: str = "") -> Question:
+    def ask_alone(self, roles: Sequence[str], reason: str, unplaced: Unplaced = PLACED) -> Question:
         """The same for the live policy alone: what only its shadow measures is unavailable, with ``reason``."""
         asked = self._growing(question(self.live.measurements.values(), roles, self.live.armed, unplaced))
         missing = Score("unavailable", reason=reason)
         return replace(asked, known={**dict.fromkeys(self.only_beside, missing), **asked.known})
 
-    def ask_unread(self, roles: Sequence[str], reason: str) -> Question:
+    def ask_unread(self, roles: Sequence[str], reason: str, unplaced: Unplaced = PLACED) -> Question:
         """The same where nothing can be read: what the model's inside says is unavailable, with ``reason``."""
         missing = Score("unavailable", reason=reason)
         unread = {one.key: missing for one in self.measured if not one.reads_text}
-        return Question(MiaSpec(), {**unread, **self.ask(roles).known})
+        return Question(MiaSpec(), {**unread, **self.ask(roles, unplaced).known})
 
     @property
     def only_beside(self) -> tuple[str, ...]:
         """Keys of the detectors that only the shadow policy has."""
         return tuple(one.key for one in self.measured if one.key.startswith(SHADOW_PREFIX))
 
-    def ask_again(self, roles: Sequence[str], steerings: Sequence[Steering], unplaced: str = "") -> Question:
+    def ask_again(self, roles: Sequence[str], steerings: Sequence[Steering], unplaced: Unplaced = PLACED) -> Question:
         """What to ask of an answer that is generated anew: what its rules and the steerings' gates read, no more."""
         needed = {self.live.measurements[name].key for name in self.live.detectors_of(LATER)}
         if self.shadow is not None:

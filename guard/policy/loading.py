@@ -64,9 +64,10 @@ def digests(loaded: LoadedPolicy, files: Mapping[str, str | None] | None = None)
     return {name: f"{digest}+{file}" if (file := (files or {}).get(name)) else digest for name, digest in whole.items()}
 
 
-def without_file(digest: str) -> str:
-    """What a policy alone says of a score, of a digest that says more."""
-    return digest.partition("+")[0]
+def same_measurement(one: str, other: str) -> bool:
+    """Whether two digests are of scores that compare. The file counts where both say which it was."""
+    (plain, _, file), (like, _, another) = one.partition("+"), other.partition("+")
+    return plain == like and (not file or not another or file == another)
 
 
 def _digest(loaded: LoadedPolicy, name: str) -> str:

@@ -38,7 +38,17 @@ from guard.mia.spec import (
     Steer,
     generates,
 )
-from guard.policy.conversation import WORDS, ConversationError, any_stranger, matches, places, resolved, roles_named
+from guard.policy.conversation import (
+    WORDS,
+    ConversationError,
+    any_stranger,
+    ends_behind_others,
+    matches,
+    means_documents,
+    places,
+    resolved,
+    roles_named,
+)
 from guard.policy.readings import other_readings
 from guard.policy.schema import DetectorUse
 
@@ -49,12 +59,32 @@ UNKNOWN_ROLE = "no message is known to be in its scope, and a message's role is 
 GATE_PREFIX = ".."
 """Before the name of a probe that a rule's gate reads and no detector: no detector's key begins so."""
 
+BEHIND_OTHERS = (
+    "the last message is the assistant's or the system's: the prompt does not end where others have just spoken"
+)
+"""Detectors are calibrated where others have. What a client has assistant or system say after that makes them see
+less."""
+
 NO_TEXT = "there is no text to read"
 NOT_YET = "the engine has sent nothing of the answer yet"
 
 Part = tuple[int, int, str]
 """One text of a conversation: index of its message, number of the part in it, and the text. The number is negative for
-what is not a part of its content, and the index for what is in no message."""
+what is not a part of its content, and the index for what is in no message (``conversation.DOCUMENTS``)."""
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """Why it is not known where something of a prompt stands; empty where it is. ``whole``: where it ends and which of
+    it is whose. ``documents``: where those are that the request has beside its messages; empty without any. ``turns``:
+    where one who speaks ends, so that what is read at the prompt's end may be less than there is."""
+
+    whole: str = ""
+    documents: str = ""
+    turns: str = ""
+
+
+PLACED = Unplaced()
 
 
 @dataclass(frozen=True)
@@ -113,6 +143,23 @@ class Measurement:
         """Whether what it needs of the engine depends on where the prompt ends, or which of it is whose."""
         return self.reads_engine and (bool(self.spans) or not all(map(generates, self.captures)))
 
+    def lost(self, unplaced: Unplaced) -> str:
+        """Why it cannot read such a prompt; empty where it can."""
+        if not self.reads_prompt:
+            return ""
+        documents = unplaced.documents if any(map(means_documents, self.spans.values())) else ""
+        return unplaced.whole or documents
+
+    def applies(self, roles: Sequence[str], unplaced: Unplaced) -> bool:
+        """Whether anything is in its scope."""
+        here = not self.scope or matches(self.scope, roles, self.named)
+        return here or (bool(unplaced.documents) and means_documents(self.scope))
+
+    @cached_property
+    def reads_end(self) -> bool:
+        """Whether it reads the prompt's last token."""
+        return any(one.positions == "last_prompt" for one in self.captures)
+
     @property
     def depends_on_conversation(self) -> bool:
         return bool(self.scope) or any(one in WORDS for selectors in self.spans.values() for one in selectors)
@@ -166,7 +213,9 @@ class Measurement:
         assert isinstance(detector, ScoreDetector)
         missing = Score("unavailable", reason="it was not measured")
         own = {name: scores.get(of, missing) for name, of in self.inputs.items()}
-        return self._checked(lambda: detector.score_from(own))
+        score = self._checked(lambda: detector.score_from(own))
+        least = next((one for one in own.values() if one.floor), None)
+        return score if least is None else at_least(score, least.reason)
 
     def second_pass(self, answer: str, parts: Sequence[Part], roles: Sequence[str]) -> SecondPass | Score:
         """Of a detector that asks again: what to ask, or a score where there is nothing to ask."""
@@ -236,6 +285,11 @@ class Measurement:
         return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
 
 
+def at_least(score: Score, reason: str) -> Score:
+    """The score as one that may be higher."""
+    return replace(score, floor=True, reason=reason) if score.status == "scored" else score
+
+
 def text_of(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[str]) -> str:
     """The texts of all messages that are meant, one under the other."""
     meant = places(selectors, roles)
@@ -293,6 +347,7 @@ class Steering:
 @dataclass(frozen=True)
 class Question:
     """What one request asks of the engine. ``known``: scores by key that need no reading, or that cannot be read.
+    ``floors``: by key of detectors that read where they may see less than there is, why that is so.
 
     ``armed``: rules whose gated steering goes with it. ``steered``: the rule of each vector of the spec.
     """
@@ -301,6 +356,7 @@ class Question:
     known: Mapping[str, Score]
     armed: tuple[str, ...] = ()
     steered: tuple[str, ...] = ()
+    floors: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def gated(self) -> Mapping[str, int]:
@@ -332,26 +388,28 @@ class Question:
         ``reason``. ``texts``: scores by key of the detectors that read text."""
         missing = Score("unavailable", reason=reason, timed_out=timed_out)
         known = {**(texts or {}), **self.known}
-        return {
+        found = {
             name: known.get(one.key) or (missing if readouts is None else one.score(readouts))
             for name, one in measurements.items()
             if not one.combines
         }
+        why = {name: self.floors.get(measurements[name].key, "") for name in found}
+        return {name: at_least(one, why[name]) if why[name] else one for name, one in found.items()}
 
 
 def question(
     measurements: Iterable[Measurement],
     roles: Sequence[str] | None,
     steerings: Sequence[Steering] = (),
-    unplaced: str = "",
+    unplaced: Unplaced = PLACED,
 ) -> Question:
     """What to ask for a conversation of messages with these roles; None leaves words in place, for checks alone.
 
-    unplaced: why nothing is known of where such a prompt ends and which of it is whose; empty where it is. Detectors
-    that depend on it are then unavailable, and gates that would read it are left out with their steering.
+    Detectors that depend on what is ``unplaced`` are unavailable, and gates that would read it are left out with their
+    steering.
     """
     measurements = tuple(measurements)
-    lost = {one.key for one in measurements if unplaced and one.reads_prompt}
+    lost = {one.key: why for one in measurements if (why := one.lost(unplaced))}
     steerings = [one for one in steerings if one.reads not in lost]
     spans: dict[str, Span] = {}
     hidden: dict[str, HiddenCapture] = {}
@@ -361,9 +419,9 @@ def question(
     for one in measurements:
         if one.key in lost:
             # Whatever its scope: a message may be in there that nobody sees.
-            known[one.key] = Score("unavailable", reason=unplaced)
+            known[one.key] = Score("unavailable", reason=lost[one.key])
             continue
-        if roles is not None and one.scope and not matches(one.scope, roles, one.named):
+        if roles is not None and not one.applies(roles, unplaced):
             known[one.key] = one.out_of_scope(roles)
             continue
         if one.asks_again:
@@ -385,7 +443,9 @@ def question(
         steer=tuple(steer for one in steerings for steer in one.steer),
     )
     rules = tuple(one.rule for one in steerings)
-    return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer))
+    less = unplaced.turns or (BEHIND_OTHERS if roles is not None and ends_behind_others(roles) else "")
+    floors = {one.key: less for one in measurements if less and one.reads_end}
+    return Question(spec, known, rules, tuple(one.rule for one in steerings for _ in one.steer), floors)
 
 
 def with_combined(

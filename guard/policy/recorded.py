@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from detectors.base import Score
-from guard.policy.loading import without_file
+from guard.policy.loading import same_measurement
 from guard.policy.over_time import Spread
 from guard.policy.schema import Contract
 from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find_all
@@ -47,7 +47,7 @@ class RecordedAnswer:
     def spread(self, name: str, digest: str, *, end: bool) -> Spread | None:
         """What a policy's detector would have said; None when nothing like it was measured."""
         if self.digests or self.beside is not None:
-            name = next((mine for mine, measured in self.digests.items() if measured == digest), "")
+            name = next((mine for mine, measured in self.digests.items() if same_measurement(measured, digest)), "")
         found = (self.end if end else self.whole).get(name)
         return self.beside.spread(name, digest, end=end) if found is None and self.beside is not None else found
 
@@ -61,8 +61,8 @@ class Recorded:
     then the last; none where no rule judged answers. ``way``: how the decision on the prompt was carried out; None
     where the line does not say so.
 
-    ``digests``: without what the detector's calibration was; a policy is replayed without its model.
-    It is empty in lines of versions that did not write them; names are then all there is to go by.
+    ``digests``: by detector's name, what was measured; empty in lines of versions that did not write them, where names
+    are all there is to go by.
     """
 
     request_id: str
@@ -91,7 +91,10 @@ class Recorded:
 
     def score(self, name: str, digest: str) -> Score | None:
         """The score that a policy's detector would have got; None when nothing like it was measured."""
-        return self.by_digest.get(digest) if self.by_digest else self.scores.get(name)
+        if not self.by_digest:
+            return self.scores.get(name)
+        like = (score for measured, score in self.by_digest.items() if same_measurement(measured, digest))
+        return self.by_digest.get(digest) or next(like, None)
 
 
 def read_ledger(path: Path) -> Iterator[Recorded | None]:
@@ -182,7 +185,7 @@ def _text(told: object) -> str | None:
 
 def _digests(told: Mapping[str, Any]) -> dict[str, str]:
     """What each detector measured, by its name; none in lines of versions that did not write it."""
-    return {name: without_file(digest) for name, digest in told.get("measured", {}).items()}
+    return {str(name): str(digest) for name, digest in told.get("measured", {}).items()}
 
 
 def _spread(told: Mapping[str, Any]) -> Spread:
@@ -201,7 +204,7 @@ def _scores(entry: Mapping[str, Any]) -> dict[str, Score]:
 def _score(value: float | None, status: str, late: bool) -> Score:
     kind, _, reason = status.partition(": ")
     if kind == "scored" and value is not None:
-        return Score("scored", float(value))
+        return Score("scored", float(value), reason=reason, floor=bool(reason))
     if kind == "not_applicable":
         return Score("not_applicable", reason=reason)
     return Score("unavailable", reason=reason, timed_out=late)

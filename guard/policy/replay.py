@@ -1,8 +1,9 @@
 """``guard policy replay``: what a candidate policy would have decided on requests that a ledger has scores of.
 
-Owns the comparison and its summary. Nothing is measured again: a request whose scores the candidate would have read
-otherwise is counted apart, and never guessed. So is what only a change of the candidate makes unknown: at which times,
-and with how much of it gone, an answer is judged, and what a model answers that is asked in another way. Of prompt and
+Owns the comparison. Nothing is measured again: a request whose scores the candidate would have read otherwise is
+counted apart, and never guessed, unless rules that can be judged settle what is done; of the others every rule that can
+be judged is, by itself. What only a change of the candidate makes unknown is counted apart as well: at which times, and
+with how much of it gone, an answer is judged, and what a model answers that is asked in another way. Of prompt and
 answers the most severe decision is compared.
 """
 
@@ -49,9 +50,21 @@ class Change:
 
 
 @dataclass
+class RuleAlone:
+    """A rule of the candidate on prompts of requests that could not be compared. ``hits``: by what was done at the
+    time."""
+
+    judged: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
 class Replayed:
     """What came out. ``undecided``: requests that ended before a decision; ``incomplete``: those whose entry lacks a
     score that the candidate reads, by detector in ``not_measured``, or something else, in ``not_told``;
+    ``otherwise``: how many of ``not_measured`` have a score under the detector's name that was measured in another way;
+    ``never_measured``: detectors of enforced rules of which no line has a score; ``alone``: rules that could be judged
+    on incomplete ones; ``outranked``: compared ones that lack a score which could not have changed the action;
     ``prompts_alone``: compared ones of which only the decision on the prompt is known, since it is another one;
     ``cut_short``: compared ones whose answer was blocked before its end, and would have gone on; ``not_judged``: what
     changes of the candidate make unknown, of how many requests; ``without_contract``: streams that might be among
@@ -64,6 +77,10 @@ class Replayed:
     undecided: int = 0
     not_measured: Counter[str] = field(default_factory=Counter)
     not_told: Counter[str] = field(default_factory=Counter)
+    otherwise: Counter[str] = field(default_factory=Counter)
+    never_measured: tuple[str, ...] = ()
+    alone: dict[str, RuleAlone] = field(default_factory=dict)
+    outranked: int = 0
     incomplete: int = 0
     prompts_alone: int = 0
     cut_short: int = 0
@@ -101,7 +118,11 @@ class Replayed:
             "unchanged": dict(self.unchanged),
             "undecided": self.undecided,
             "not_measured": dict(self.not_measured),
+            "measured_otherwise": dict(self.otherwise),
+            "never_measured": list(self.never_measured),
             "not_told": dict(self.not_told),
+            "rules_alone": {name: {"judged": one.judged, "hits": dict(one.hits)} for name, one in self.alone.items()},
+            "outranked": self.outranked,
             "incomplete": self.incomplete,
             "prompts_alone": self.prompts_alone,
             "cut_short": self.cut_short,
@@ -127,6 +148,10 @@ class _Candidate:
     def judges_answers(self) -> bool:
         return any(one.rule.stage != "prompt" for one in self.rules)
 
+    @property
+    def detectors(self) -> dict[str, str]:
+        return {name: digest for measured in self.measured_as.values() for name, digest in measured.items()}
+
 
 class _NotToldError(Exception):
     """A request cannot be decided again. ``missing``: detectors that the ledger has no score of; the message says what
@@ -148,15 +173,16 @@ def replay(
     judged_by: str | None = None,
     *,
     playground: bool = False,
+    files: Mapping[str, str | None] | None = None,
 ) -> Replayed:
     """Compare the recorded decisions, on prompts and answers, with the candidate's on the same scores. ``rules``: the
     candidate's, compiled.
 
     ``judged_by``: only requests that the policy of this name judged; ``playground``: with what somebody tried in the
-    console.
+    console; ``files``: as in ``digests``.
     """
     result = Replayed()
-    measures = digests(loaded)
+    measures = digests(loaded, files)
     stages: tuple[Stage, ...] = ("prompt", "stream", "output")
     read = {stage: {name for one in rules if one.rule.stage == stage for name in detectors_in(one.rule)}
             for stage in stages}  # fmt: skip
@@ -166,6 +192,7 @@ def replay(
         rules,
         {at: {name: measures[name] for name in names} for at, names in read.items()},
     )
+    scored: set[str] = set()
     for entry in entries:
         if entry is None:
             result.unreadable += 1
@@ -176,15 +203,19 @@ def replay(
         elif entry.action == UNDECIDED:
             result.undecided += 1
         else:
+            scored |= _scored(candidate, entry)
             try:
                 _compare(result, candidate, entry)
             except _NotToldError as why:
                 result.incomplete += 1
                 result.not_measured.update(why.missing)
+                result.otherwise.update(name for name in why.missing if _is_named(entry, name))
                 result.not_told.update([str(why)] if str(why) else [])
             except _NotJudgedError as why:
                 result.not_judged[str(why)] += 1
             _note_contract(result, candidate.contract, entry)
+    enforced = {name for one in rules if one.mode == "enforce" for name in detectors_in(one.rule)}
+    result.never_measured = tuple(sorted(enforced - scored))
     return result
 
 
@@ -203,10 +234,7 @@ def same_way(recorded: str | None, now: str, *, same_policy: bool, action: str) 
 
 def _compare(result: Replayed, candidate: _Candidate, entry: Recorded) -> None:
     """Raises ``_NotToldError`` and ``_NotJudgedError``."""
-    found = {name: entry.score(name, digest) for name, digest in candidate.measured_as["prompt"].items()}
-    if missing := [name for name, score in found.items() if score is None]:
-        raise _NotToldError(missing=missing)
-    prompt = decide(candidate.rules, {name: score for name, score in found.items() if score is not None})
+    prompt = _of_prompt(result, candidate, entry)
     decisions, before = [prompt], [entry.action]
     judged = candidate.judges_answers and prompt.action != "block"
     same = same_action(entry.action, prompt.action)
@@ -232,6 +260,50 @@ def _compare(result: Replayed, candidate: _Candidate, entry: Recorded) -> None:
         decisions += _of_answers(result, candidate, entry) if judged else []
     worst = max(decisions, key=lambda one: _severity(one.action))
     _count(result, max(before, key=_severity), worst, entry.request_id)
+
+
+def _of_prompt(result: Replayed, candidate: _Candidate, entry: Recorded) -> Decision:
+    """What the candidate decides on the prompt. Raises ``_NotToldError`` where a score is missing that could change
+    what is done, and notes what the other rules say by themselves."""
+    found = {name: entry.score(name, digest) for name, digest in candidate.measured_as["prompt"].items()}
+    missing = {name for name, score in found.items() if score is None}
+    scores = {name: score for name, score in found.items() if score is not None}
+    if not missing:
+        return decide(candidate.rules, scores)
+    here = [one for one in candidate.rules if one.rule.stage == "prompt"]
+    judged = [one for one in here if missing.isdisjoint(detectors_in(one.rule))]
+    decision = decide(judged, scores)
+    if all(_changes_nothing(one, decision) for one in here if one not in judged):
+        result.outranked += 1
+        return decision
+    for one in judged:
+        alone = result.alone.setdefault(one.rule.name, RuleAlone())
+        alone.judged += 1
+        if one.verdict(scores).value:
+            alone.hits[entry.action] += 1
+    raise _NotToldError(missing=missing)
+
+
+def _changes_nothing(one: CompiledRule, decision: Decision) -> bool:
+    """Whether a decision's action is the same whatever this rule says."""
+    rule, least = one.rule, max((hit.severity for hit in decision.hits if hit.mode == "enforce"), default=0)
+    unknown = [SEVERITY[action] for action in (rule.on_error, rule.on_timeout) if action is not None]
+    return one.mode == "shadow" or max(rule.rank, *unknown) < least
+
+
+def _scored(candidate: _Candidate, entry: Recorded) -> set[str]:
+    """Detectors of the candidate that the entry has a score of, of the prompt or of an answer."""
+    return {
+        name
+        for name, digest in candidate.detectors.items()
+        if entry.score(name, digest) is not None
+        or any(answer.spread(name, digest, end=True) is not None for answer in entry.answers)
+    }
+
+
+def _is_named(entry: Recorded, name: str) -> bool:
+    """Whether the entry has a score under this name, however it was measured."""
+    return name in entry.scores or any(name in answer.end for answer in entry.answers)
 
 
 def _note_contract(result: Replayed, contract: Contract, entry: Recorded) -> None:
@@ -331,45 +403,6 @@ def _count(result: Replayed, before: str, decision: Decision, request_id: str) -
     change.rules[decision.rule or "no rule"] += 1
     if len(change.examples) < MAX_EXAMPLES:
         change.examples.append(request_id)
-
-
-def summary(result: Replayed) -> list[str]:
-    """For people, one line each."""
-    kept = ", ".join(f"{action} {count}" for action, count in sorted(result.unchanged.items())) or "none"
-    lines = [
-        f"{result.compared} requests compared, {result.changed()} change ({result.percent():.2f} %): "
-        f"{result.changed('looser')} looser, {result.changed('stricter')} stricter; unchanged: {kept}"
-    ]
-    for change in sorted(result.changes.values(), key=lambda one: (not one.looser, -one.requests)):
-        rules = ", ".join(f"{rule} {count}" for rule, count in change.rules.most_common())
-        lines.append(
-            f"  {change.before} -> {change.after}: {change.requests} ({rules}), such as {', '.join(change.examples)}"
-        )
-    if result.others:
-        lines.append(f"  {result.others} requests were judged by other policies")
-    if result.playground:
-        lines.append(f"  {result.playground} runs of the console's playground are left out (--playground)")
-    if result.undecided:
-        lines.append(f"  {result.undecided} requests ended before a decision")
-    if result.prompts_alone:
-        lines.append(f"  {result.prompts_alone} of those that change would get an answer that nobody has judged")
-    if result.cut_short:
-        lines.append(f"  {result.cut_short} of those that change had their answer cut; nobody knows how it would go on")
-    if result.not_judged:
-        lines.append("what this policy changes and replay cannot judge, which a policy in shadow can:")
-        lines += [f"  of {count} requests: {what}" for what, count in result.not_judged.most_common()]
-    if result.without_contract:
-        lines.append(f"  {result.without_contract} streams: their lines do not say by which streaming they were judged")
-    if result.incomplete:
-        missing = ", ".join(f"{name} {count}" for name, count in result.not_measured.most_common())
-        lacking = result.incomplete - result.not_told.total()
-        if lacking:
-            lines.append(f"  {lacking} requests lack a score as this policy measures it: {missing}")
-        lines += [f"  {count} requests cannot be decided again: not told: {why}"
-                  for why, count in result.not_told.most_common()]  # fmt: skip
-    if result.unreadable:
-        lines.append(f"  {result.unreadable} lines are no entries")
-    return lines
 
 
 def _severity(action: str) -> int:

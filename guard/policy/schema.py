@@ -114,8 +114,9 @@ class DetectorUse(Section):
     `not_applicable` and its conditions are false; a request that has one which the engine cannot find is `unavailable`,
     and `on_error` decides. Roles are what the client writes: a developer's message counts as a system's; one of a role
     that neither OpenAI's API nor this detector names counts as a user's and as a tool's, and may be a system's: where
-    there is no other, a detector that reads the model is `unavailable`. Requests with none of the messages that
-    are meant are for another rule to judge. Default: every request is measured, and a detector of text reads
+    there is no other, a detector that reads the model is `unavailable`. A raw prompt counts as such a message, and
+    `documents` beside the messages as a tool's result. Requests with none of the messages that are meant are for
+    another rule to judge. Default: every request is measured, and a detector of text reads
     everything that a template may show, tools' definitions too."""
 
     @field_validator("spans")

@@ -16,8 +16,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from guard.mia.spec import FOREIGN_KEYS
 from guard.policy.conversation import places, roles_named
-from guard.policy.measuring import Part
+from guard.policy.measuring import Part, Unplaced
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.turn_marks import marks_turns, may_mark_turns
 from guard.proxy.wire import IDS, Texts
 
 F = TypeVar("F", bound=Texts)
@@ -84,6 +85,8 @@ REPLACING: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 """Variables that a template has from the engine: what else stands in their place is another prompt."""
 
+MARKED = "a text has marks in it that chat templates end turns with: who says what is not known"
+
 UNGUARDED: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
     "enable_response_messages": (None, False),
@@ -130,6 +133,12 @@ class GuardedRequest(Generic[F_co]):
     def unread(self) -> str:
         """Why these are not all texts that the model reads; empty when they are."""
         return self.form.unread(self.fields)
+
+    @cached_property
+    def unplaced(self) -> Unplaced:
+        """What is not known of where in the prompt it stands."""
+        known = self.form.unplaced(self.fields)
+        return replace(known, turns=MARKED) if may_mark_turns(self.fields) and marks_turns(self.texts) else known
 
     @property
     def wants_usage(self) -> bool:
@@ -186,6 +195,7 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     if not isinstance(fields.get("model"), str) or not fields["model"]:
         raise InvalidRequestError("model must be a string that is not empty", "model")
     form.check(fields)
+    form.check_served(fields)
     if not isinstance(fields.get("stream"), bool | None):
         raise InvalidRequestError("stream must be true or false", "stream")
     xargs = fields.get("vllm_xargs")
@@ -196,7 +206,10 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
             f"vllm_xargs.{taken[0]} is set by the guard alone; remove it", f"vllm_xargs.{taken[0]}"
         )
     _check_guardable(fields)
-    return GuardedRequest(form, fields)
+    request = GuardedRequest(form, fields)
+    # Worked out here, where nobody else waits while a long text is searched.
+    _ = request.unplaced
+    return request
 
 
 def _check_guardable(fields: dict[str, Any]) -> None:

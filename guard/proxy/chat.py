@@ -104,7 +104,9 @@ async def guarded(
     """The answer that the policy wants."""
     record, roles = exchange.record, request.roles
     unread = services.unread(request.model)
-    asked = judges.ask(roles, request.form.unplaced) if unread is None else judges.ask_unread(roles, unread)
+    asked = (
+        judges.ask(roles, request.unplaced) if unread is None else judges.ask_unread(roles, unread, request.unplaced)
+    )
     texts = await read_texts(judges, request)
     sent_s = time.perf_counter()
     record.own_s = sent_s - began_s
@@ -114,7 +116,7 @@ async def guarded(
             await _judged(first)
         except ShadowRefusedError as error:
             # What a shadow policy cannot have must not cost the live one its scores.
-            alone = judges.ask_alone(roles, str(error), request.form.unplaced)
+            alone = judges.ask_alone(roles, str(error), request.unplaced)
             await _judged(replace(first, asked=alone, sent_s=time.perf_counter()))
     finally:
         record.upstream_s = time.perf_counter() - sent_s
@@ -186,11 +188,11 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
         elif unread and decision.action in PASSES:
             steerings = asking.exchange.record.armed = ()
         request = redacted_and_routed(request, decision, judges)
-        asked = judges.ask_again(request.roles, steerings, request.form.unplaced)
+        asked = judges.ask_again(request.roles, steerings, request.unplaced)
         if reason := asking.services.unread(request.model):
             if decision.steer:
                 raise SteeringError(f"rule {decision.rule} steers, which this model cannot be: {reason}")
-            asked = judges.ask_unread(request.roles, reason)
+            asked = judges.ask_unread(request.roles, reason, request.unplaced)
             asking.exchange.record.armed = ()
         elif unread:
             asked = replace(asked, spec=judges.live.steering_spec(steerings, request.roles))

@@ -31,7 +31,7 @@ from guard.proxy.replicas import affinity_of
 from guard.proxy.services import EMBEDDINGS, Services
 from guard.proxy.verdict import Judged, blocked, judged, note, read_each
 from guard.proxy.wire import AS_TOKENS, Fields, Slot, Texts, around
-from guard.proxy.wire_choices import chat_form
+from guard.proxy.wire_choices import PROMPT_ROLE, chat_form
 
 NOT_READ = Finding(None, "the model is not read while it embeds")
 STEERS: tuple[Action, ...] = ("steer", "retry")
@@ -153,7 +153,7 @@ def _beside(fields: Fields) -> list[Slot]:
 
 
 def _roles(fields: Fields) -> tuple[str, ...]:
-    return tuple(role for chat in _chats(fields) for role in chat_form.roles(chat)) or ("user",)
+    return tuple(role for chat in _chats(fields) for role in chat_form.roles(chat)) or (PROMPT_ROLE,)
 
 
 def _unread(fields: Fields) -> str:
@@ -212,7 +212,16 @@ async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]])
     texts = await read_each(judges, prompts)
 
     def judge() -> list[Judged]:
-        return [judged(judges, judges.ask(one.roles), NOT_READ, read) for one, read in zip(prompts, texts, strict=True)]
+        # Whatever a detector's scope, it is not the conversation that keeps it from reading.
+        return [
+            judged(
+                judges,
+                judges.ask(one.roles, replace(one.form.unplaced(one.fields), whole=NOT_READ.reason)),
+                NOT_READ,
+                read,
+            )
+            for one, read in zip(prompts, texts, strict=True)
+        ]
 
     # Many take a while, and nobody else is to wait for it.
     return judge() if len(prompts) == 1 else await asyncio.to_thread(judge)

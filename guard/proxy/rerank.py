@@ -16,6 +16,7 @@ from typing import Any
 
 from guard.blank_text import mistake_in
 from guard.mia.results import Readouts
+from guard.policy.measuring import Unplaced
 from guard.policy.schema import Action
 from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
@@ -50,7 +51,8 @@ from guard.uses.rerank import (
     token_attention,
 )
 
-NOT_READ = Finding(None, "detectors of conversations do not read a prompt of the reranker")
+UNREAD = Unplaced("detectors of conversations do not read a prompt of the reranker")
+NOT_READ = Finding(None, UNREAD.whole)
 STEERS: tuple[Action, ...] = ("steer", "retry")
 FIELDS = frozenset({"model", "query", "documents", "top_n", "return_documents", "user", "stream"})
 ID_SUFFIXES = ("-query", "-blank")
@@ -102,6 +104,7 @@ rerank_form = Texts(
     slots=_slots,
     beside=lambda fields: [],
     unread=lambda fields: "",
+    unplaced=lambda fields: UNREAD,
 )
 
 
@@ -119,7 +122,7 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
         if reason := services.unread(request.model):
             raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
         judges = judges_for(services.policies, exchange, request.model)
-        asked, texts = judges.ask(request.roles), await read_texts(judges, request)
+        asked, texts = judges.ask(request.roles, request.unplaced), await read_texts(judges, request)
         decision = judge(judges, asked, NOT_READ, record, texts)
         # No gate can open.
         record.armed = ()

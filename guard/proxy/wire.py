@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from guard.policy.conversation import KNOWN_ROLES
+from guard.policy.conversation import DOCUMENTS, KNOWN_ROLES, OF_USERS
+from guard.policy.measuring import PLACED, Unplaced
 from guard.proxy.errors import InvalidRequestError, UpstreamError
 
 Fields = dict[str, Any]
@@ -65,6 +66,29 @@ class Piece:
         for owner, key in self.traces:
             if key in owner:
                 owner[key] = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What something of a request is in a message that the model sees. ``slots``: its texts; ``shown``: all that is of
+    this message; ``elsewhere``: places in there that are of another one. ``number``: the message's; below 0 where vLLM
+    makes none of it."""
+
+    role: str
+    number: int
+    slots: list[Slot]
+    shown: Any = None
+    elsewhere: Sequence[Slot] = ()
+
+
+def roles_of(seen: Iterable[Seen]) -> tuple[str, ...]:
+    """Of the messages, in order."""
+    return tuple({one.number: one.role for one in seen if one.number >= 0}.values())
+
+
+def beside_of(seen: Iterable[Seen]) -> list[Slot]:
+    """What else of the messages templates may show than their texts."""
+    return [slot for one in seen for slot in strings(one.number, one.shown, (*one.slots, *one.elsewhere))]
 
 
 UNFINISHED = ("prefix", "partial")
@@ -175,10 +199,11 @@ class Ending:
 
 @dataclass(frozen=True)
 class Texts:
-    """Requests of one API. ``check`` raises ``InvalidRequestError``; ``roles``: of the messages as the model sees
-    them. ``beside``: what a template may show as well; its message's index is negative where it is in none.
-    ``unread``: why the texts are not all that the model reads; empty when they are. ``unplaced``: why nothing is known
-    of where a prompt ends and which of it is whose; empty where a template settles that."""
+    """Requests of one API. ``check`` raises ``InvalidRequestError``, and so does ``check_served``, for what the API has
+    and vLLM would read in another way than these functions say, or not at all; ``roles``: of the messages as the model
+    sees them. ``beside``: what a template may show as well; its message's index is negative where it is in none.
+    ``unread``: why the texts are not all that the model reads; empty when they are. ``unplaced``: what is not known of
+    where in the prompt it stands."""
 
     route: str
     check: Callable[[Fields], None]
@@ -186,7 +211,8 @@ class Texts:
     slots: Callable[[Fields], list[Slot]]
     beside: Callable[[Fields], list[Slot]]
     unread: Callable[[Fields], str]
-    unplaced: str = field(default="", kw_only=True)
+    unplaced: Callable[[Fields], Unplaced] = field(default=lambda fields: documents_unplaced(fields), kw_only=True)
+    check_served: Callable[[Fields], None] = field(default=lambda fields: None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -471,10 +497,38 @@ AROUND = (
 """Fields of a request that templates show outside of all messages."""
 
 
+WHOSE = {"documents": DOCUMENTS, "chat_template_kwargs": OF_USERS, "suffix": 0}
+"""Of these fields whose they are, as a message's index; a raw prompt is the first. The others are the application's
+own, and of no message."""
+
+UNPLACED_DOCUMENTS = Unplaced(
+    documents="documents are in the prompt where only the chat template knows: send them as results of a tool"
+)
+
+
 def around(fields: Fields) -> list[Slot]:
     """Texts of these fields."""
-    texts = [Slot(-1, -1, fields, name) for name in AROUND if isinstance(fields.get(name), str)]
-    return texts + [slot for name in AROUND for slot in strings(-1, fields.get(name), place="raw")]
+    found = [slot for name in AROUND for slot in _texts_at(WHOSE.get(name, -1), fields, name)]
+    arguments = fields.get("chat_template_kwargs")
+    if not isinstance(arguments, dict):
+        return found
+    documents = _texts_at(DOCUMENTS, arguments, "documents")
+    places = {(id(slot.owner), slot.key) for slot in documents}
+    return [slot for slot in found if (id(slot.owner), slot.key) not in places] + documents
+
+
+def _texts_at(message: int, owner: Fields, name: str) -> list[Slot]:
+    value = owner.get(name)
+    if isinstance(value, str):
+        return [Slot(message, -1, owner, name)]
+    return list(strings(message, value, place="raw"))
+
+
+def documents_unplaced(fields: Fields) -> Unplaced:
+    """Where documents are that a request has beside its messages, as a field or as an argument of the template."""
+    arguments = fields.get("chat_template_kwargs")
+    given = [fields.get("documents"), arguments.get("documents") if isinstance(arguments, dict) else None]
+    return UNPLACED_DOCUMENTS if any(given) else PLACED
 
 
 def text_slots(message: int, content: Any, owner: Fields, key: str) -> list[Slot]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from guard.policy.measuring import Unplaced
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, MADE_OF, other_texts
 from guard.proxy.wire import (
@@ -32,9 +33,12 @@ from guard.proxy.wire import (
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RAW = "a raw prompt has no template: the client chooses where it ends, and what of it is whose"
+RAW = Unplaced("a raw prompt has no template: the client chooses where it ends, and what of it is whose")
 """Detectors are calibrated where a template lets the answer begin: a raw prompt that ends a token sooner or later, or
 with the beginning of an answer, has another reading there."""
+
+PROMPT_ROLE = "prompt"
+"""Of no API: what of a raw prompt is a user's and what a tool's result is not known, so it is meant as both."""
 
 MAX_CHOICES = 128
 """Most that are answered, where no engine has checked the number yet."""
@@ -253,11 +257,11 @@ chat_form = Form(
 completions_form = Form(
     route=COMPLETIONS,
     check=_check_prompt,
-    roles=lambda fields: ("user",),
+    roles=lambda fields: (PROMPT_ROLE,),
     slots=_slots_of_prompt,
     beside=around,
     unread=_unread_prompt,
-    unplaced=RAW,
+    unplaced=lambda fields: RAW,
     choices=_number_of_choices,
     limits=("max_tokens",),
     words=_words,

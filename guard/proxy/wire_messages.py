@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from guard.policy.conversation import OF_USERS
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, other_texts
 from guard.proxy.wire import (
@@ -15,11 +16,14 @@ from guard.proxy.wire import (
     Fields,
     Form,
     Piece,
+    Seen,
     Slot,
     around,
+    beside_of,
     check_messages,
     event,
     role_slot,
+    roles_of,
     strings,
     text_slots,
     unread_files,
@@ -29,6 +33,9 @@ MESSAGES = "/v1/messages"
 SPOKEN = ("text", "thinking", "partial_json")
 BILLING = "x-anthropic-billing-header"
 """How a text begins that one client adds to its system prompt, and vLLM leaves out."""
+
+RETURNED = ("document", "search_result")
+"""Blocks beside results of tools that are no one's words: what was found or handed in."""
 
 FINISH = "refusal"
 
@@ -47,37 +54,80 @@ def _check(fields: Fields) -> None:
                     waiting.append(block.get("content"))
 
 
-def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], Any]]:
-    """Role, texts and JSON of each message that the model sees: results of tools become messages before their turn's
-    rest."""
+def _check_served(fields: Fields) -> None:
+    """vLLM says a tool's result of an assistant's turn in the assistant's name, and moves a system's message to the
+    front unless its template takes it elsewhere: either way nothing is whose these functions say."""
+    for i, message in enumerate(fields["messages"]):
+        role, content = message["role"], message.get("content")
+        if role == "system" and (i > 0 or fields.get("system")):
+            where = f"messages[{i}].role"
+            raise InvalidRequestError(f"{where}: send what the system says in the field system", where)
+        kinds = [one.get("type") for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+        if role != "user" and "tool_result" in kinds:
+            where = f"messages[{i}].content"
+            raise InvalidRequestError(f"{where}: a tool's result belongs into a user's message", where)
+
+
+def _messages(fields: Fields) -> Iterator[Seen]:
+    """Results of tools become messages before their turn's rest."""
     number = 0
     if _has_system(fields):
-        yield "system", text_slots(0, fields["system"], fields, "system"), fields["system"]
+        yield Seen("system", 0, text_slots(0, fields["system"], fields, "system"), fields["system"])
         number = 1
     for message in fields["messages"]:
         role, content = message["role"], message.get("content")
         blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
-        results = [block for block in blocks if role == "user" and block.get("type") == "tool_result"]
+        results = [block for block in blocks if _is_result(block)]
         for block in results:
             shown = block.get("content")
-            yield "tool", text_slots(number, shown, block, "content"), block
+            yield Seen("tool", number, text_slots(number, shown, block, "content"), block)
             number += 1
-            kinds = [one.get("type") for one in shown if isinstance(one, dict)] if isinstance(shown, list) else []
-            for kind, extra in (("image", "user"), ("tool_reference", "tool")):
-                if kind in kinds:
-                    yield extra, [], None
-                    number += 1
-        if role == "user" and blocks and len(results) == len(blocks):
-            continue
-        calls = [
-            Slot(number, -1, block, "input")
-            for block in blocks
-            if block.get("type") == "tool_use" and block.get("input")
-        ]
-        rest = [block for block in blocks if role != "user" or block.get("type") != "tool_result"]
-        named = role_slot(number, message)
-        yield role, [*text_slots(number, content, message, "content"), *calls, *([named] if named else [])], rest
-        number += 1
+            for extra in _beside_result(shown):
+                yield Seen(extra, number, [])
+                number += 1
+        said = _is_said(role, content, blocks)
+        yield _rest(number if said else OF_USERS, message, blocks, results)
+        number += said
+
+
+def _rest(number: int, message: Fields, blocks: list[Fields], results: list[Fields]) -> Seen:
+    """What of a message is no tool's result."""
+    taken = {id(block) for block in results}
+    rest = [block for block in blocks if id(block) not in taken]
+    texts = text_slots(number, message.get("content"), message, "content")
+    named = role_slot(number, message)
+    slots = [
+        *(slot for slot in texts if id(slot.owner) not in taken),
+        *(Slot(number, -1, one, "input") for one in rest if one.get("type") == "tool_use" and one.get("input")),
+        *([named] if named else []),
+    ]
+    return Seen(message["role"], number, slots, rest)
+
+
+def _is_result(block: Fields) -> bool:
+    kind = str(block.get("type"))
+    return kind.endswith("tool_result") or kind in RETURNED
+
+
+def _beside_result(shown: Any) -> list[str]:
+    """Roles of the messages that vLLM makes of a result's pictures and references, behind the one of its text."""
+    parts = [one for one in shown if isinstance(one, dict)] if isinstance(shown, list) else []
+    sources = [one.get("source") for one in parts if one.get("type") == "image"]
+    pictures = [one for one in sources if not isinstance(one, dict) or one.get("type") != "url" or one.get("url")]
+    named = [one for one in parts if one.get("type") == "tool_reference" and (one.get("tool_name") or one.get("name"))]
+    return [*(["user"] if pictures else []), *(["tool"] if named else [])]
+
+
+def _is_said(role: str, content: Any, blocks: list[Fields]) -> bool:
+    """Whether vLLM makes a message of what is no tool's result: not of a system's without a text, nor of a user's
+    without a text or a picture."""
+    if role == "system":
+        texts = [content] if isinstance(content, str) else [block.get("text") for block in blocks]
+        return any(text and not str(text).startswith(BILLING) for text in texts)
+    if role != "user" or not isinstance(content, list):
+        return True
+    filled = {"text": "text", "image": "source"}
+    return any(block.get(filled.get(str(block.get("type")), "")) for block in blocks)
 
 
 def _has_system(fields: Fields) -> bool:
@@ -89,11 +139,9 @@ def _has_system(fields: Fields) -> bool:
 
 
 def _beside(fields: Fields) -> list[Slot]:
-    numbered = enumerate(_messages(fields))
-    inside = [slot for i, (_, slots, one) in numbered for slot in strings(i, one, slots)]
     # Other providers' models see it.
     left_out = [] if _has_system(fields) else list(strings(-1, fields.get("system")))
-    return [*inside, *left_out, *around(fields)]
+    return [*beside_of(_messages(fields)), *left_out, *around(fields)]
 
 
 def _pieces(value: Any) -> list[Piece]:
@@ -170,8 +218,10 @@ def _end(ending: Ending) -> bytes:
 messages_form = Form(
     route=MESSAGES,
     check=_check,
-    roles=lambda fields: tuple(role for role, _, _ in _messages(fields)),
-    slots=lambda fields: [slot for _, slots, _ in _messages(fields) for slot in slots],
+    check_served=_check_served,
+    # vLLM refuses a request that comes to no message.
+    roles=lambda fields: roles_of(_messages(fields)) or ("user",),
+    slots=lambda fields: [slot for one in _messages(fields) for slot in one.slots],
     beside=_beside,
     unread=unread_files,
     choices=lambda fields: 1,

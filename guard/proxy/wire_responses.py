@@ -18,9 +18,12 @@ from guard.proxy.wire import (
     Fields,
     Form,
     Piece,
+    Seen,
     Slot,
     around,
+    beside_of,
     event,
+    roles_of,
     strings,
     text_slots,
     token_pieces,
@@ -40,6 +43,13 @@ ECHOED = HEAD | {
 
 CALLED = ("mcp", "web_search_preview", "code_interpreter", "container")
 """Kinds of tools that the engine calls itself: what they say is in the prompt of its next turn."""
+
+SERVED = ("message", "reasoning", "function_call", "function_call_output")
+"""Kinds of items of which vLLM makes messages. Any other fails there, or is read as whatever message its other fields
+make of it."""
+
+RETURNED = ("output", "outputs", "results", "result", "tools", "error")
+"""Fields of a call in which what it returned stands too."""
 
 SUMMARIES = ("content", "summary")
 CLOSING = (b"response.completed", b"response.incomplete", b"response.failed")
@@ -71,51 +81,68 @@ def _check(fields: Fields) -> None:
         raise InvalidRequestError("instructions must be a string", "instructions")
 
 
-def _messages(fields: Fields) -> Iterator[tuple[str, list[Slot], int, Any]]:
-    """Role, texts, number and item of each message that the model sees: the engine joins reasoning and calls of one
-    turn."""
+def _check_served(fields: Fields) -> None:
+    given = fields["input"]
+    for i, item in enumerate(given if isinstance(given, list) else ()):
+        kind, where = item.get("type", "message"), f"input[{i}]"
+        if kind not in SERVED:
+            raise InvalidRequestError(
+                f"{where}.type: the model server takes {', '.join(SERVED)}; send what a tool returned as "
+                "function_call_output",
+                f"{where}.type",
+            )
+        if kind != "message" and "role" in item:
+            raise InvalidRequestError(f"{where}.role: an item of type {kind} has none", f"{where}.role")
+
+
+def _messages(fields: Fields) -> Iterator[Seen]:
+    """The engine joins reasoning and calls of one turn. What a call has in it of its result is a tool's."""
     number = -1
     if fields.get("instructions"):
         number += 1
-        yield "system", [Slot(number, 0, fields, "instructions")], number, None
+        yield Seen("system", number, [Slot(number, 0, fields, "instructions")])
     given = fields["input"]
     if isinstance(given, str):
-        yield "user", [Slot(number + 1, 0, fields, "input")], number + 1, None
+        yield Seen("user", number + 1, [Slot(number + 1, 0, fields, "input")])
         return
     before, filled = "", set[str]()
     for item in given:
         kind, role, name = _kind(item)
-        joins = role == before == "assistant" and (kind == "call" or kind not in filled)
+        joins = role == before == "assistant" and (kind == "call" or (kind not in filled and _says(kind, item)))
         if not joins:
             number, filled = number + 1, set()
         filled.add(kind)
         before = role
-        yield role, text_slots(number, item.get(name), item, name), number, item
+        returned = [one for one in RETURNED if item.get(one)] if kind == "call" else []
+        places = tuple(Slot(number, 0, item, one) for one in returned)
+        yield Seen(role, number, text_slots(number, item.get(name), item, name), item, places)
+        if returned:
+            number, before = number + 1, "tool"
+            texts = [slot for one in returned for slot in text_slots(number, item[one], item, one)]
+            yield Seen("tool", number, texts, [item[one] for one in returned if not isinstance(item[one], str)])
 
 
 def _kind(item: Fields) -> tuple[str, str, str]:
     """What an item is to the model: its part of a message, the message's role, and where its text stands."""
     kind = str(item.get("type", "message"))
-    if kind == "function_call":
-        return "call", "assistant", "arguments"
     if kind == "reasoning":
         return "reasoning", "assistant", "content" if item.get("content") else "summary"
     if kind.endswith("_output"):
         return "result", "tool", "output"
-    return "text", str(item.get("role", "user")), "content"
+    if kind.endswith("_call") or kind == "mcp_list_tools":
+        return "call", "assistant", "arguments" if kind == "function_call" else "input"
+    return "text", str(item.get("role", "user" if kind == "message" else kind)), "content"
 
 
-def _roles(fields: Fields) -> tuple[str, ...]:
-    return tuple({number: role for role, _, number, _ in _messages(fields)}.values())
+def _says(kind: str, item: Fields) -> bool:
+    """Whether the engine finds a text in an answer of the past, without which it makes it a message of its own."""
+    content = item.get("content")
+    first = content[0] if isinstance(content, list) and content else None
+    return kind != "text" or isinstance(content, str) or (isinstance(first, dict) and first.get("text") is not None)
 
 
 def _slots(fields: Fields) -> list[Slot]:
-    return [slot for _, slots, _, _ in _messages(fields) for slot in slots]
-
-
-def _beside(fields: Fields) -> list[Slot]:
-    inside = [slot for _, slots, number, item in _messages(fields) for slot in strings(number, item, slots)]
-    return [*inside, *around(fields)]
+    return [slot for one in _messages(fields) for slot in one.slots]
 
 
 def _pieces(value: Any) -> list[Piece]:
@@ -255,9 +282,10 @@ def _cut(ending: Ending) -> bytes:
 responses_form = Form(
     route=RESPONSES,
     check=_check,
-    roles=_roles,
+    check_served=_check_served,
+    roles=lambda fields: roles_of(_messages(fields)),
     slots=_slots,
-    beside=_beside,
+    beside=lambda fields: [*beside_of(_messages(fields)), *around(fields)],
     unread=unread_files,
     choices=lambda fields: 1,
     limits=("max_output_tokens",),

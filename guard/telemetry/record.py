@@ -309,7 +309,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "first_at (position of the first token that was steered), reason why it could not open. Nothing of a rule whose "
     "answer did not come to its end.",
     "scores": "Score of each detector; null when there is none.",
-    "detectors": "scored, or unavailable or not_applicable and why.",
+    "detectors": "scored, with a reason where the score may be higher; or unavailable or not_applicable and why.",
     "timed_out": "Detectors that are unavailable because their score did not come in time.",
     "details": "Of detectors that say more than their score: numbers by name, such as the probability of each label.",
     "passages": "Of detectors that say where in the prompt: token ranges [start, end) and their share of what the "
@@ -424,7 +424,7 @@ def _hit(hit: RuleHit) -> dict[str, Any]:
 
 
 def _status(score: Score) -> str:
-    return score.status if score.status == "scored" else f"{score.status}: {score.reason}"
+    return score.status if score.status == "scored" and not score.floor else f"{score.status}: {score.reason}"
 
 
 def _ms(duration_s: float | None) -> float | None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guard.mia.spec import MiaSpec
-from guard.policy.conversation import ConversationError, matches, resolved
+from guard.policy.conversation import ConversationError, ends_behind_others, matches, resolved
 
 unhurried = settings(deadline=None, max_examples=60)
 """Other processes may take the machine from a test."""
@@ -115,3 +115,23 @@ def _in_turn(index: int, conversation: list[str]) -> bool:
 
 def test_a_role_that_reads_like_a_selector_is_not_taken_for_one() -> None:
     assert resolved(("last_turn",), ["user"] * 17 + ["user.first"]) == ("user", "message.17")
+
+
+@pytest.mark.parametrize(
+    ("roles", "behind"),
+    [
+        (("system", "user"), False),
+        (("user", "assistant"), True),
+        (("user", "assistant", "system", "developer"), True),
+        (("user", "assistant", "tool"), False),
+        (("user", "assistant", "assistant"), True),
+        (("assistant", "human"), False),
+        (("user", "system"), True),
+        (("system",), True),
+        ((), False),
+    ],
+)
+def test_a_conversation_ends_behind_others_where_assistant_or_operator_speak_last(
+    roles: tuple[str, ...], behind: bool
+) -> None:
+    assert ends_behind_others(roles) == behind

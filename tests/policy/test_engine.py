@@ -287,3 +287,16 @@ def test_an_unknown_condition_is_never_clean(
 
 def _asks_status(when: dict[str, Any]) -> bool:
     return "status" in str(when)
+
+
+@pytest.mark.parametrize(("value", "actions"), [(0.4, ["flag"]), (0.6, ["flag", "steer"]), (0.8, ["block"])])
+def test_a_score_that_may_be_higher_hits_what_it_reaches_and_is_unknown_above(value: float, actions: list[str]) -> None:
+    rules = [
+        rule("stop", {"detector": "a", "at_least": 0.8}, on_error="flag"),
+        rule("calm", {"detector": "a", "at_least": 0.5, "below": 0.8}, "steer", on_error="allow"),
+    ]
+    floor = replace(scored(a=value)["a"], floor=True, reason="it sees less")
+    decision = run(rules, {"a": floor})
+    assert sorted(hit.action for hit in decision.hits if hit.action != "allow") == actions
+    if value < 0.5:
+        assert decision.reason == "a 0.4 at least: it sees less: on_error flag"

@@ -10,6 +10,7 @@ import pytest
 from guard.mia.results import HiddenReadout, Readout, Readouts
 from guard.policy import BoundPolicy, bind
 from guard.policy.judges import TooMuchError, judges
+from guard.policy.measuring import Unplaced
 from tests.policy.test_bound import Fake, load
 
 LIVE = """\
@@ -135,3 +136,33 @@ def test_more_than_one_request_can_ask_for_is_refused_when_the_pair_is_made(tmp_
 
     with pytest.raises(TooMuchError, match="one with two beside it asks for more than one request can"):
         judges(many("one", "user"), many("two", "tool"))
+
+
+SCOPED = """\
+version: 1
+name: scoped
+detectors:
+  end: {kind: fake}
+  tools: {kind: fake, spans: {data: tool_results}}
+  step: {kind: fake, scope: tool_results, spans: {data: user}}
+  answers: {kind: fake, scope: assistant}
+"""
+
+
+@pytest.mark.parametrize(
+    ("unplaced", "read", "unavailable"),
+    [
+        (Unplaced(), {"end", "tools"}, set()),
+        # A scope has documents in it; a span cannot be said to.
+        (Unplaced(documents="no place"), {"end", "step"}, {"tools"}),
+        # Whatever the scope.
+        (Unplaced(whole="raw"), set(), {"end", "tools", "step", "answers"}),
+    ],
+    ids=["a conversation", "documents beside it", "a raw prompt"],
+)
+def test_what_cannot_be_placed_in_a_prompt_is_unavailable_to_those_that_need_it_alone(
+    tmp_path: Path, unplaced: Unplaced, read: set[str], unavailable: set[str]
+) -> None:
+    asked = judges(bound(tmp_path, SCOPED), None).ask(("user",), unplaced)
+    assert {name.partition(".")[0] for name in asked.spec.hidden} == read
+    assert {name for name, score in asked.known.items() if score.status == "unavailable"} == unavailable

@@ -13,7 +13,8 @@ from detectors.base import Score
 from guard.policy import BoundPolicy, load_policy
 from guard.policy.explain import explain, explain_record
 from guard.policy.recorded import PLAYGROUND, Recorded, find_request, read_ledger
-from guard.policy.replay import Replayed, replay, summary
+from guard.policy.replay import Replayed, RuleAlone, replay
+from guard.policy.replay_summary import summary
 from guard.policy.way import way_of
 from guard.telemetry.ledger_reader import LedgerReadError
 from guard.telemetry.record import Beside, RequestRecord
@@ -84,10 +85,47 @@ def test_changes_are_counted_by_direction_rule_and_example(tmp_path: Path) -> No
 
 
 def test_a_detector_that_measures_otherwise_under_the_same_name_is_not_compared(tmp_path: Path) -> None:
-    lines = [line(bound(tmp_path), "r1", a=0.95, b=0.1)]
+    lines = [line(bound(tmp_path), "r1", a=0.5, b=0.1)]
     result = replayed(tmp_path, lines, POLICY.replace("data: tool", "data: user"))
     assert (result.compared, result.incomplete, dict(result.not_measured)) == (0, 1, {"b": 1})
     assert "lack a score as this policy measures it: b 1" in summary(result)[1]
+
+
+def test_what_can_be_compared_is_and_what_cannot_is_told_rule_by_rule(tmp_path: Path) -> None:
+    """As a stricter policy on another's ledger, whose one detector it uses with another scope."""
+    lines = [line(bound(tmp_path), f"r{i}", a=i / 10, b=0.0) for i in range(10)]
+    candidate = POLICY.replace("data: tool}", "data: tool}, scope: tool").replace("0.9}", "0.7}")
+    result = replayed(tmp_path, lines, candidate)
+    # A block outranks whatever the flag of the other rule says.
+    assert (result.compared, result.outranked, result.incomplete) == (3, 3, 7)
+    assert (result.changed("stricter"), dict(result.unchanged)) == (2, {"block": 1})
+    assert (dict(result.not_measured), dict(result.otherwise)) == ({"b": 7}, {"b": 7})
+    assert result.alone == {"stop": RuleAlone(7)}
+    assert result.never_measured == ("b",)
+    told = "\n".join(summary(result))
+    for words in (
+        "3 of those compared lack a score, which could not have changed what is done",
+        "b: 7 have one of this name, of another kind, spans, scope, inputs or file",
+        "rule stop, by itself, hits 0 of 7",
+        "no line has a score of b",
+    ):
+        assert words in told
+    lax = replayed(tmp_path, lines, candidate.replace("action: flag, on_error: allow", "action: block, mode: shadow"))
+    assert (lax.compared, lax.never_measured) == (10, ())
+    severe = replayed(tmp_path, lines, candidate.replace("action: flag, on_error: allow", "action: block"))
+    assert (severe.compared, severe.incomplete) == (0, 10)
+    assert severe.alone["stop"].hits == {"allow": 2, "block": 1}
+
+
+def test_scores_of_another_file_of_the_model_are_no_scores_of_this_one(tmp_path: Path) -> None:
+    entry = json.loads(line(bound(tmp_path), "r1", a=0.95, b=0.1))
+    entry["measured"] = {name: f"{digest}+old" for name, digest in entry["measured"].items()}
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(entry) + "\n")
+    policy, loaded = bound(tmp_path), load_policy(tmp_path / "p.yaml")
+    for files, compared in ((None, 1), ({"a": "old", "b": "old"}, 1), ({"a": "new", "b": None}, 0)):
+        result = replay(loaded, policy.rules, read_ledger(tmp_path / "ledger.jsonl"), files=files)
+        assert result.compared == compared, files
+    assert dict(result.otherwise) == {"a": 1}
 
 
 def test_the_same_measurement_is_found_under_any_name_and_in_the_shadows_scores(tmp_path: Path) -> None:

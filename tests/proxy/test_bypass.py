@@ -242,9 +242,12 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
             "input": [{"type": "reasoning", "content": [{"text": "a"}], "summary": [{"text": "secret"}]}],
         },
     ),
-    "an item of a kind of its own": (
+    "an item's group of tools": (
         RESPONSES,
-        {"model": "tiny", "input": [{"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "secret"}]},
+        {
+            "model": "tiny",
+            "input": [{"type": "function_call", "namespace": "secret", "name": "f", "call_id": "1", "arguments": "{}"}],
+        },
     ),
     "the system's part": (MESSAGES, {**BODIES[MESSAGES], "system": [{"type": "text", "text": "secret"}]}),
     "a system prompt that begins as one client's does": (

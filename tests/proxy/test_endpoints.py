@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.services import FORMS
+from guard.proxy.services import EMBEDDINGS, FORMS, RERANK
 from guard.proxy.wire import Form
 from guard.settings import SettingsError
-from tests.proxy.conftest import BLOCKED, BODY, FLAGGED, POLICY, STEERED, Proxy, StartProxy
+from tests.proxy.conftest import BLOCKED, BODY, FLAGGED, POLICY, STEERED, Proxy, StartProxy, write_probe
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_streaming import policy
@@ -566,13 +566,34 @@ async def test_an_assignment_may_go_by_route(start_proxy: StartProxy, tmp_path: 
             assert label.startswith("lax@" if other == route else "test@")
 
 
+def reranking(folder: Path) -> dict[str, Any]:
+    """Settings of a proxy that ranks."""
+    config = folder / "configs" / "core_reranker" / "tiny.json"
+    config.parent.mkdir(parents=True)
+    config.write_text('{"model_info": {"name": "tiny"}, "params": {"important_heads": [[0, 0]]}}')
+    return {"rerank": True, "model_configs": folder / "configs", "config_key": "tiny"}
+
+
+@pytest.mark.parametrize("scope", ["", "system", "tool", "user"])
+@pytest.mark.parametrize("path", [RERANK[0], EMBEDDINGS])
+async def test_no_scope_makes_a_detector_that_reads_the_model_clean_where_nothing_is_read(
+    start_proxy: StartProxy, tmp_path: Path, path: str, scope: str
+) -> None:
+    settings = reranking(tmp_path)
+    write_probe(tmp_path / "configs" / "probe")
+    use = f"{{kind: probe, scope: {scope}}}" if scope else "{kind: probe}"
+    text = POLICY.replace("{kind: probe}", use).replace("on_error: flag", "on_error: block")
+    body = {RERANK[0]: {"model": "tiny", "query": "q", "documents": ["a"]}, EMBEDDINGS: EMBED}[path]
+    async with running(FakeEngine()) as engine, start_proxy(engine, text, **settings) as proxy:
+        assert (await proxy.post(body, path=path))[0] == 503
+        assert not engine.bodies
+
+
 @pytest.mark.parametrize("replacement", ["gone", "' '"])
 async def test_a_rule_that_redacts_documents_is_named_and_they_get_no_order(
     start_proxy: StartProxy, tmp_path: Path, replacement: str
 ) -> None:
-    config = tmp_path / "configs" / "core_reranker" / "tiny.json"
-    config.parent.mkdir(parents=True)
-    config.write_text('{"model_info": {"name": "tiny"}, "params": {"important_heads": [[0, 0]]}}')
+    settings = reranking(tmp_path)
     text = f"""version: 1
 name: p
 detectors:
@@ -583,7 +604,6 @@ rules:
     action: redact
     redact: {{messages: [tool.all], replacement: {replacement}}}
 """
-    settings = {"rerank": True, "model_configs": tmp_path / "configs", "config_key": "tiny"}
     async with running(FakeEngine()) as engine, start_proxy(engine, text, **settings) as proxy:
         body = {"model": "tiny", "query": "q", "documents": ["a secret", "b"]}
         status, _, raw = await proxy.post(body, path="/v1/rerank")

@@ -141,7 +141,7 @@ async def test_a_rule_for_answers_that_nothing_was_measured_for_is_not_compared(
         path = tmp_path / "candidate.yaml"
         path.write_text(text)
         code, out = guard("replay", path, "--ledger", proxy.ledger)
-        assert (code, "2 requests lack a score as this policy measures it: text 2" in out) == (2, True)
+        assert (code, "2 requests lack a score as this policy measures it: text 2" in out) == (4, True)
 
 
 async def test_an_answer_that_was_generated_again_is_followed_through_all_its_answers(
