@@ -103,7 +103,7 @@ class Playground:
             finished = services.recent.add(record, exchange.judges)
             services.under_way -= 1
         body = sent.json()
-        self.contents.keep(finished.number, Content(request.fields, text_of(body)))
+        self.contents.keep(record.request_id, Content(request.fields, text_of(body)))
         return Run(finished, sent.status, body)
 
 

@@ -22,13 +22,11 @@ STAGES: tuple[Stage, ...] = ("prompt", "stream", "output")
 Json = dict[str, Any]
 
 
-def line(finished: Finished) -> Json:
+def line(record: RequestRecord) -> Json:
     """One request in the list."""
-    record = finished.record
     decision = record.deciding
     scores = {**record.scores, **(record.answer.scores if record.answer else {})}
     return {
-        "number": finished.number,
         "time": record.started_at.isoformat(timespec="milliseconds"),
         "request_id": record.request_id,
         "route": record.route,
@@ -51,7 +49,7 @@ def line(finished: Finished) -> Json:
 def whole(finished: Finished) -> Json:
     """One request's page."""
     record, judges = finished.record, finished.judges
-    shown: Json = {"number": finished.number, "entry": record.to_entry(), "rules": [], "detectors": [], "shadow": None}
+    shown: Json = {"entry": record.to_entry(), "rules": [], "detectors": [], "shadow": None}
     shown["course"] = [{"tokens": one.tokens, "scores": dict(one.scores)} for one in record.course]
     if judges is None:
         return shown

@@ -49,6 +49,11 @@ document.documentElement.scrollWidth <= innerWidth
 """
 
 
+def nth(number: int) -> str:
+    """The line of one request, counted from 1 in the order in which they ended; the newest is at the top."""
+    return f"table.requests tbody tr:nth-last-child({number})"
+
+
 class Tab:
     """A page in which somebody has signed in with the keyboard, and what went wrong in it."""
 
@@ -112,23 +117,23 @@ async def test_with_the_keyboard_alone_a_request_is_seen_as_it_ends_and_why(brow
     console.engine.logit = CLEAN
     await console.chat()
     async with opened(browser, console) as tab:
-        await tab.page.wait_for_selector("tr[data-number='1'] .action-allow")
+        await tab.page.wait_for_selector(f"{nth(1)} .action-allow")
         console.engine.logit = BLOCKED
-        await console.chat()
-        await tab.page.wait_for_selector("tr[data-number='2'] .action-block")  # by itself
+        _, headers, _ = await console.chat()
+        await tab.page.wait_for_selector(f"{nth(2)} .action-block")  # by itself
         await tab.press("p")
         console.engine.logit = FLAGGED
         await console.chat()
         await tab.page.wait_for_selector("text=paused; 1 newer")
-        assert await tab.page.locator("tr[data-number='3']").count() == 0
+        assert await tab.page.locator(nth(3)).count() == 0
         await tab.press("p")
-        await tab.page.wait_for_selector("tr[data-number='3']")
+        await tab.page.wait_for_selector(nth(3))
         # Down to the second line, which is the block, and into it.
         await tab.press("j", "j", "Enter")
         await tab.page.wait_for_selector(".rule.decided")
         assert "stop" in await tab.text(".rule.decided")
         assert "0.900" in await tab.text(".rule.decided")
-        assert await tab.page.title() == "Request 2 · mia-guard"
+        assert await tab.page.title() == f"Request {headers['x-guard-request-id'][:8]} · mia-guard"
         outline = "getComputedStyle(document.activeElement).outlineStyle"
         await tab.press("Tab")
         assert await tab.page.evaluate(outline) != "none"
@@ -159,9 +164,9 @@ async def test_no_score_is_rounded_to_1_or_onto_its_threshold(browser: Any, cons
     pairs = [(random.random(), random.random()) for _ in range(100)]
     pairs += [(one, min(1.0, one + 10 ** -random.uniform(2, 15))) for one, _ in pairs] + [(0.5, 0.5), (1.0, 1.0)]
     async with opened(browser, console) as tab:
-        await tab.page.wait_for_selector("tr[data-number='1']")
-        assert "0.9999" in await tab.text("tr[data-number='1'] .score .number")
-        await tab.page.click("tr[data-number='1']")
+        await tab.page.wait_for_selector(nth(1))
+        assert "0.9999" in await tab.text(f"{nth(1)} .score .number")
+        await tab.page.click(nth(1))
         await tab.page.wait_for_selector(".rule.decided")
         for place in (".rule.decided .asked b", ".detectors b"):
             assert await tab.text(place) == "0.9999"
@@ -176,9 +181,9 @@ async def test_what_clients_write_is_text_and_a_prompt_is_tried_and_looked_into(
         await console.chat(model=attack)
     console.engine.logit = BLOCKED
     async with opened(browser, console) as tab:
-        await tab.page.wait_for_selector(f"tr[data-number='{len(ATTACKS)}']")
-        assert ATTACKS[0] in await tab.text("tr[data-number='1'] td.model")
-        await tab.page.evaluate("location.hash = '/requests/2'")
+        await tab.page.wait_for_selector(nth(len(ATTACKS)))
+        assert ATTACKS[0] in await tab.text(f"{nth(1)} td.model")
+        await tab.page.click(nth(2))
         await tab.page.wait_for_selector("dl.facts")
         assert ATTACKS[1] in await tab.text("dl.facts")
         await tab.press("2")
@@ -217,7 +222,7 @@ async def test_values_of_a_text_that_was_changed_are_said_to_be_of_another(
         await console.entries(2)
         async with opened(browser, console) as tab:
             for number, changed in ((1, 1), (2, 0)):
-                await tab.page.click(f"tr[data-number='{number}']")
+                await tab.page.click(nth(number))
                 await tab.page.click("button:has-text('Look inside')")
                 await tab.page.wait_for_selector(".tokens")
                 assert await tab.page.locator("text=Not the text that was judged (taken out").count() == changed
@@ -245,9 +250,9 @@ async def test_more_requests_than_a_table_begins_with_are_shown_when_somebody_as
         await console.chat()
     async with opened(browser, console) as tab:
         await tab.page.wait_for_selector("text=270 requests")
-        assert await tab.page.locator("tr[data-number]").count() == 250
+        assert await tab.page.locator("tr[data-id]").count() == 250
         await tab.page.click("text=20 older requests: show more")
-        await tab.page.wait_for_selector("tr[data-number='1']")
+        await tab.page.wait_for_selector(nth(270))
         assert not await tab.page.locator("button.more").is_visible()
 
 
@@ -256,13 +261,13 @@ async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: 
     await console.chat(model="a-model-with-a-rather-long-name-" * 4)
     for size, scheme in ((DESK, "dark"), (PHONE, "light")):
         async with opened(browser, console, size, scheme) as tab:
-            await tab.page.wait_for_selector("tr[data-number='1']")
+            await tab.page.wait_for_selector(nth(1))
             paper = await tab.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
             bright = sum(int(part) for part in paper.removeprefix("rgb(").removesuffix(")").split(","))
             assert (bright < 384) == (scheme == "dark")
             assert await tab.fits()
             assert await tab.page.evaluate(CUT) == []
-            await tab.page.click("tr[data-number='1']")
+            await tab.page.click(nth(1))
             await tab.page.wait_for_selector(".rules")
             assert await tab.fits()
             for key, selector in (("2", "form.playground"), ("3", ".calibration")):

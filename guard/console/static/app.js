@@ -39,10 +39,10 @@ const go = (path) => { location.hash = path; };
 function route() {
   if (!signedIn) return;
   const path = location.hash.slice(1) || "/requests";
-  const number = /^\/requests\/(\d+)$/.exec(path)?.[1];
+  const id = /^\/requests\/([0-9a-f]+)$/.exec(path)?.[1];
   view?.leave();
   const context = { go, fail };
-  if (number !== undefined) view = requestView(main, context, Number(number));
+  if (id !== undefined) view = requestView(main, context, id);
   else if (path === "/playground") view = playgroundView(main, context);
   else if (path === "/calibration") view = calibrationView(main, context);
   else view = requestsView(main, context);
@@ -52,7 +52,7 @@ function route() {
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  if (number === undefined || path !== "/requests") window.scrollTo(0, 0);
+  if (view.title !== "Requests") window.scrollTo(0, 0); // the list goes to the line that was looked at
 }
 
 /** What a view shows when it cannot show itself. */
@@ -67,15 +67,19 @@ function drawBar(overview) {
     h("a", { class: "mark", href: "#/requests" }, "mia-guard"),
     h("nav", { "aria-label": "Views" }, VIEWS.map(([path, name, key]) => h("a", { href: `#${path}`, "aria-keyshortcuts": key }, name))),
     h("span", { class: "space" }),
-    h("span", { class: "policy soft" }, overview.workers > 1 && h("span", { title: "Each process keeps its own requests; this is the first one's page" }, `1 of ${overview.workers} workers, `), overview.default, overview.policies_error && h("b", { title: overview.policies_error }, " policy not reloaded")),
+    h("span", { class: "policy soft" }, overview.workers > 1 && `${overview.workers} workers, `, overview.default, overview.policies_error && h("b", { title: overview.policies_error }, " policy not reloaded")),
     h("button", { type: "button", class: "quiet", "aria-label": "Keyboard shortcuts", on: { click: () => help.showModal() } }, "?"),
     h("button", { type: "button", class: "quiet", on: { click: leave } }, "Sign out"),
   );
 }
 
 async function leave() {
-  await signOut().catch(() => null);
-  showSignIn();
+  try {
+    await signOut();
+    location.reload(); // with all that was written or looked at: somebody else may sign in
+  } catch {
+    showSignIn("The guard does not answer: the session goes on there until it ends by itself.");
+  }
 }
 
 function showSignIn(message = "") {

@@ -9,21 +9,21 @@ import { actionBadge } from "./requests.js";
 import { ruleList } from "./rules.js";
 import { store } from "./store.js";
 
-export function requestView(root, { go, fail }, number) {
+export function requestView(root, { go, fail }, id) {
   let gone = false;
   let look = () => {};
   show(root, h("p", { class: "state" }, "…"));
-  get(`/requests/${number}`)
+  get(`/requests/${id}`)
     .then((found) => !gone && (look = draw(root, found)))
     .catch((error) => !gone && fail(error, root));
 
   const beside = (by) => {
-    const numbers = store.requests.map((one) => one.number);
-    const next = numbers[numbers.indexOf(number) + by];
+    const ids = store.requests.map((one) => one.request_id);
+    const next = ids[ids.indexOf(id) + by];
     if (next !== undefined) go(`/requests/${next}`);
   };
   return {
-    title: `Request ${number}`,
+    title: `Request ${id.slice(0, 8)}`,
     keys: { Escape: () => go("/requests"), j: () => beside(1), k: () => beside(-1), i: () => look() },
     leave() {
       gone = true;
@@ -156,7 +156,7 @@ function drawText(section, request) {
     show(status, "the model reads it once more …");
     const began = performance.now();
     try {
-      const found = await post(`/requests/${request.number}/inspection`, {});
+      const found = await post(`/requests/${request.entry.request_id}/inspection`, {});
       const thresholds = Object.fromEntries(request.detectors.map((one) => [one.name, one.thresholds]));
       show(place, heatMap(found, thresholds));
       show(status, `read again in ${ms(performance.now() - began)}${CHANGED[request.entry.action] ?? ""}`);

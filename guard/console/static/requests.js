@@ -11,7 +11,11 @@ const ROWS = 250; // shown at first, and more at each wish: a thousand rows draw
 // What somebody chose stays while the page is open, whatever else is looked at in between.
 const chosen = { actions: new Set(), policy: "", detector: "", paused: null, at: null, rows: ROWS };
 
+store.addEventListener("cleared", () => Object.assign(chosen, { paused: null, at: null }));
+
 export const actionBadge = (action) => h("span", { class: `action action-${action}` }, action);
+
+const workers = (numbers) => (numbers.length === 1 ? `Worker ${numbers[0]} does` : `Workers ${numbers.join(", ")} do`);
 
 export function requestsView(root, { go }) {
   const chips = h("div", { class: "chips", role: "group", "aria-label": "Actions" });
@@ -50,7 +54,7 @@ export function requestsView(root, { go }) {
   }
 
   function toggle() {
-    chosen.paused = chosen.paused === null ? [...store.requests] : null;
+    chosen.paused = chosen.paused === null ? { requests: [...store.requests], count: store.count } : null;
     draw();
   }
 
@@ -65,7 +69,7 @@ export function requestsView(root, { go }) {
     (chosen.detector === "" || chosen.detector in one.scores);
 
   function draw() {
-    const all = chosen.paused ?? store.requests;
+    const all = chosen.paused?.requests ?? store.requests;
     const found = all.filter(fits);
     const counts = Object.groupBy ? Object.groupBy(all, (one) => one.action) : {};
     show(
@@ -83,7 +87,7 @@ export function requestsView(root, { go }) {
     detectors.fill(all.flatMap((one) => Object.keys(one.scores)));
     show(pause, chosen.paused === null ? "Pause" : "Go on");
     pause.setAttribute("aria-pressed", String(chosen.paused !== null));
-    const missed = chosen.paused === null ? 0 : store.newest - (chosen.paused[0]?.number ?? 0);
+    const missed = chosen.paused === null ? 0 : store.count - chosen.paused.count;
     show(
       state,
       h("i", { class: chosen.paused === null && store.reached ? "dot live" : "dot" }),
@@ -92,20 +96,21 @@ export function requestsView(root, { go }) {
         : all.length === 0
           ? "Nothing yet. Requests show up here when they end."
           : `${plural(found.length, "request")}${found.length < all.length ? ` of ${all.length}` : ""}${chosen.paused ? `, paused; ${missed} newer` : ""}`,
+      store.missing.length > 0 && h("b", {}, ` ${workers(store.missing)} not answer: what only ${store.missing.length === 1 ? "it has" : "they have"} is not shown. The ledger has it.`),
     );
-    const focused = document.activeElement?.closest("tr")?.dataset.number;
+    const focused = document.activeElement?.closest("tr")?.dataset.id;
     show(body, found.slice(0, chosen.rows).map(row));
     more.hidden = found.length <= chosen.rows;
     show(more, `${plural(found.length - chosen.rows, "older request")}: show more`);
-    if (focused) body.querySelector(`tr[data-number="${CSS.escape(focused)}"] a`)?.focus({ preventScroll: true });
+    if (focused) body.querySelector(`tr[data-id="${CSS.escape(focused)}"] a`)?.focus({ preventScroll: true });
   }
 
   function row(one) {
     const scores = Object.entries(one.scores).filter(([name]) => chosen.detector === "" || name === chosen.detector);
     return h(
       "tr",
-      { "data-number": one.number, class: chosen.at === one.number && "at", on: { click: () => go(`/requests/${one.number}`) } },
-      h("td", { class: "time" }, h("a", { href: `#/requests/${one.number}`, on: { focus: () => mark(one.number) } }, clock(one.time))),
+      { "data-id": one.request_id, class: chosen.at === one.request_id && "at", on: { click: () => go(`/requests/${one.request_id}`) } },
+      h("td", { class: "time" }, h("a", { href: `#/requests/${one.request_id}`, on: { focus: () => mark(one.request_id) } }, clock(one.time))),
       h("td", {}, actionBadge(one.action), one.would !== one.action && one.would !== "none" && h("span", { class: "would", title: "with the shadow rules enforced" }, ` would ${one.would}`)),
       h("td", { class: "named" }, one.rules.join(", ") || (one.outcome === "completed" ? "" : h("span", { class: "soft" }, one.outcome.replaceAll("_", " ")))),
       h(
@@ -122,15 +127,15 @@ export function requestsView(root, { go }) {
     );
   }
 
-  function mark(number) {
-    chosen.at = number;
-    for (const one of body.rows) one.classList.toggle("at", one.dataset.number === String(number));
+  function mark(id) {
+    chosen.at = id;
+    for (const one of body.rows) one.classList.toggle("at", one.dataset.id === id);
   }
 
   function move(by) {
     const links = [...body.querySelectorAll("td.time a")];
     if (links.length === 0) return;
-    const now = links.findIndex((one) => one.closest("tr").dataset.number === String(chosen.at));
+    const now = links.findIndex((one) => one.closest("tr").dataset.id === chosen.at);
     links[Math.min(links.length - 1, Math.max(0, now < 0 ? 0 : now + by))].focus();
   }
 
