@@ -226,6 +226,17 @@ rules:
     assert course[-1]["scores"]["words"] == 1.0
 
 
+FADING = """\
+version: 1
+name: test
+streaming: observe
+detectors:
+  fading: {kind: fading}
+rules:
+"""
+"""What comes before the rules on ``Fading``."""
+
+
 class Fading:
     """Nothing but the last word counts, so that its score falls again."""
 
@@ -240,18 +251,15 @@ async def test_a_rule_that_hit_in_a_stream_is_shown_with_the_scores_that_it_hit_
     start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registry.BUILT_IN, "fading", lambda _path: Fading())
-    policy = """\
-version: 1
-name: test
-streaming: observe
-detectors:
-  fading: {kind: fading}
-rules:
+    policy = (
+        FADING
+        + """\
   - {name: high, stage: stream, when: {detector: fading, at_least: 0.5}, action: flag}
   - {name: middle, stage: stream, when: {detector: fading, at_least: 0.2, below: 0.5}, action: flag}
   - {name: never, stage: stream, when: {detector: fading, at_least: 0.95}, action: flag}
   - {name: at-end, stage: output, when: {detector: fading, at_least: 0.5}, action: flag}
 """
+    )
     engine = FakeEngine(scripts=[("a", " secret", " was", " told", " to", " me", ".")], word_delay_s=0.05)
     async with running(engine), start_console(engine, policy) as console:
         await console.chat(stream=True)
@@ -290,16 +298,13 @@ async def test_a_rule_that_hits_several_times_has_one_score_and_beside_it_the_an
 ) -> None:
     """``low`` hits at 0.3 and again at 0.9, where ``high``, which is more severe, hits beside it."""
     monkeypatch.setitem(registry.BUILT_IN, "fading", lambda _path: Fading())
-    policy = """\
-version: 1
-name: test
-streaming: observe
-detectors:
-  fading: {kind: fading}
-rules:
+    policy = (
+        FADING
+        + """\
   - {name: low, stage: stream, when: {detector: fading, at_least: 0.2}, action: flag}
   - {name: high, stage: stream, when: {detector: fading, at_least: 0.5}, action: flag, severity: 9}
 """
+    )
     engine = FakeEngine(scripts=[("was", " told", " a", " secret", " again", ".")], word_delay_s=0.05)
     async with running(engine), start_console(engine, policy) as console:
         await console.chat(stream=True)
