@@ -62,6 +62,17 @@ class Workers:
         assert status == 200
         return dict(told)
 
+    async def back(self) -> None:
+        """Until a worker that has died is back."""
+        async with asyncio.timeout(START_LIMIT_S):
+            assert self.proxy.process.stdout is not None
+            while b"is back" not in await self.proxy.process.stdout.readline():
+                pass
+
+    def other_than(self, worker: psutil.Process) -> psutil.Process:
+        (other,) = [one for one in spawned(self.proxy) if one != worker]
+        return other
+
     async def ids(self) -> list[str]:
         return [one["request_id"] for one in (await self.listed())["requests"]]
 
@@ -135,16 +146,18 @@ async def test_a_worker_that_stops_or_dies_is_named_and_costs_its_own_requests_a
         running.second.suspend()
         try:
             async with asyncio.timeout(10):
-                told = await running.listed()
+                told, later, (status, _), (gone, body) = await asyncio.gather(
+                    running.listed(),
+                    running.listed(before["cursor"]),
+                    running.console(f"/requests/{mine}"),
+                    running.console(f"/requests/{its}"),
+                )
             assert ([one["request_id"] for one in told["requests"]], told["missing"]) == ([mine], [1])
-            assert (await running.console(f"/requests/{mine}"))[0] == 200
-            status, body = await running.console(f"/requests/{its}")
-            assert status == 404
+            assert (status, gone) == (200, 404)
             assert "worker 1" in body["error"]["message"]
-            # Whoever reads on misses nothing of what it has when it answers again, and is told nothing twice.
-            later = await running.listed(before["cursor"])
         finally:
             running.second.resume()
+        # Whoever reads on misses nothing of what it has when it answers again, and is told nothing twice.
         more = await running.chat_with(running.second)
         async with asyncio.timeout(10):
             while (told := await running.listed(later["cursor"]))["missing"]:
@@ -156,16 +169,20 @@ async def test_a_worker_that_stops_or_dies_is_named_and_costs_its_own_requests_a
         running.second.kill()
         async with asyncio.timeout(5):
             assert (await waiting)["missing"] == [1]
-        async with asyncio.timeout(START_LIMIT_S):
-            assert running.proxy.process.stdout is not None
-            while b"is back" not in await running.proxy.process.stdout.readline():
-                pass
+        await running.back()
         assert await running.ids() == [mine]
-        (running.second,) = [one for one in spawned(running.proxy) if one != running.first]
+        running.second = running.other_than(running.first)
         new = await running.chat_with(running.second)
         told = await running.listed(told["cursor"])
         assert ([one["request_id"] for one in told["requests"]], told["missing"]) == ([new], [])
         assert await running.ids() == [mine, new]
+
+        # The one that has the console: what others have outlives it.
+        running.first.kill()
+        await running.back()
+        running.first = running.other_than(running.second)
+        assert await running.ids() == [new]
+        assert (await running.console(f"/requests/{new}"))[0] == 200
 
 
 async def test_the_sockets_between_workers_are_for_their_user_alone_and_read_nothing_but_questions(
