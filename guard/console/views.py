@@ -39,6 +39,7 @@ def line(record: RequestRecord) -> Json:
         "would": decision.would if decision else "none",
         "rules": record.rules,
         "outcome": record.outcome,
+        "error_code": record.error_code,
         "status": record.status,
         "scores": {name: score.value for name, score in scores.items()},
         "total_ms": None if record.total_s is None else round(record.total_s * 1000, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -147,6 +148,88 @@ async def test_with_the_keyboard_alone_a_request_is_seen_as_it_ends_and_why(brow
         await tab.press("1")
         await tab.page.click(".chip.action-block")
         assert await tab.page.locator("tbody tr").count() == 1
+
+
+async def test_who_works_with_the_keyboard_stays_where_they_are_while_requests_come(
+    browser: Any, console: Console
+) -> None:
+    for logit in (BLOCKED, CLEAN, BLOCKED, FLAGGED):
+        console.engine.logit = logit
+        await console.chat()
+    focused = "document.activeElement.textContent"
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector(nth(4))
+        await tab.press("f")
+        assert await tab.page.evaluate(focused) == "block2"
+        console.engine.logit = CLEAN
+        await console.chat()
+        await tab.page.wait_for_selector(nth(5))
+        assert await tab.page.evaluate(focused) == "block2"
+        # From one request to the next means of those that are listed.
+        await tab.press("Enter", "j", "Enter")
+        await tab.page.wait_for_selector("h1 .action-block")
+        first = await tab.page.evaluate("location.hash")
+        await tab.press("j")
+        await tab.page.wait_for_function(f"location.hash !== '{first}'")
+        await tab.page.wait_for_selector("h1 .action-block")
+        await tab.press("2")
+        await tab.page.wait_for_selector("form.playground")
+        # The first stop of all passes over the bar, and stays in the view.
+        await tab.page.focus(".skip")
+        await tab.press("Enter")
+        assert await tab.page.evaluate("document.activeElement.id") == "main"
+        assert await tab.page.locator("form.playground").count() == 1
+        # What was looked into can be gone along at once.
+        await tab.page.fill("[name=prompt]", "a few words")
+        await tab.press("Control+Enter")
+        await tab.page.click(".outcome a")
+        await tab.page.wait_for_selector(".message")
+        await tab.press("i")
+        await tab.page.wait_for_selector(".tokens .token.at")
+        before = await tab.text(".readout")
+        await tab.press("ArrowLeft")
+        assert await tab.text(".readout") != before
+
+
+async def test_a_list_goes_back_to_the_line_that_was_looked_at(browser: Any, console: Console) -> None:
+    for _ in range(60):
+        await console.chat()
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector(nth(60))
+        await tab.press(*["j"] * 50)
+        id_ = await tab.page.evaluate("document.activeElement.closest('tr').dataset.id")
+        await tab.press("Enter")
+        await tab.page.wait_for_selector("dl.facts")
+        assert await tab.page.evaluate("scrollY") == 0
+        await tab.press("Escape")
+        await tab.page.wait_for_selector(f"tr[data-id='{id_}'] a:focus")
+        assert await tab.page.evaluate("scrollY") > 0
+
+
+async def test_a_page_that_stays_open_says_when_a_change_of_the_policies_is_refused(
+    browser: Any, console: Console
+) -> None:
+    await console.chat()
+    file = console.services.policies.path / "test.yaml"
+    good = file.read_text()
+    async with opened(browser, console, PHONE) as tab:
+        await tab.page.clock.install()
+        await tab.page.reload()
+        await tab.page.wait_for_selector(nth(1))
+        for text, said in ((good + "nonsense: 1\n", "test.yaml"), (good, "")):
+            file.write_text(text)
+            await asyncio.to_thread(console.services.policies.reload)
+            await tab.page.clock.fast_forward(11_000)
+            await tab.page.wait_for_function(f"document.getElementById('alert').textContent.includes('{said}')")
+            assert await tab.page.locator("#alert").is_visible() == bool(said)
+            assert await tab.fits()
+
+
+async def test_why_a_request_was_refused_is_in_the_list(browser: Any, console: Console) -> None:
+    assert (await console.post(headers={"authorization": "Bearer guessed"}))[0] == 401
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector(nth(1))
+        assert await tab.text(f"{nth(1)} .named") == "refused: invalid api key"
 
 
 BESIDE = """

@@ -11,6 +11,10 @@ import { store } from "./store.js";
 const bar = document.getElementById("bar");
 const main = document.getElementById("main");
 const help = document.getElementById("help");
+const alert_ = document.getElementById("alert");
+const policy = h("span", { class: "policy soft" });
+
+const TOLD_EVERY_MS = 10_000;
 
 const VIEWS = [
   ["/requests", "Requests", "1"],
@@ -61,13 +65,20 @@ function fail(error, root) {
   show(root, h("p", { class: "state", role: "alert" }, error.message));
 }
 
-function drawBar(overview) {
+/** What counts now. A page stays open for days, so it is asked again and again. */
+function tell(overview) {
+  show(policy, overview.workers > 1 && `${overview.workers} workers, `, overview.default);
+  const told = overview.policies_error ? `A change of the policies is not in force, those before it are: ${overview.policies_error}` : "";
+  if (alert_.textContent !== told) show(alert_, told);
+}
+
+function drawBar() {
   show(
     bar,
     h("a", { class: "mark", href: "#/requests" }, "mia-guard"),
     h("nav", { "aria-label": "Views" }, VIEWS.map(([path, name, key]) => h("a", { href: `#${path}`, "aria-keyshortcuts": key }, name))),
     h("span", { class: "space" }),
-    h("span", { class: "policy soft" }, overview.workers > 1 && `${overview.workers} workers, `, overview.default, overview.policies_error && h("b", { title: overview.policies_error }, " policy not reloaded")),
+    policy,
     h("button", { type: "button", class: "quiet", "aria-label": "Keyboard shortcuts", on: { click: () => help.showModal() } }, "?"),
     h("button", { type: "button", class: "quiet", on: { click: leave } }, "Sign out"),
   );
@@ -90,6 +101,7 @@ function showSignIn(message = "") {
   view = null;
   document.title = "Sign in · mia-guard";
   show(bar);
+  show(alert_);
   const field = h("input", { type: "password", name: "key", autocomplete: "current-password", required: true, "aria-describedby": "about" });
   const status = h("p", { class: "state", role: "alert" }, message);
   const form = h(
@@ -119,7 +131,8 @@ function showSignIn(message = "") {
 async function begin() {
   const overview = await get("/overview");
   signedIn = true;
-  drawBar(overview);
+  drawBar();
+  tell(overview);
   store.start();
   route();
 }
@@ -147,6 +160,12 @@ document.addEventListener("keydown", (event) => {
 });
 
 window.addEventListener("hashchange", route);
+setInterval(() => signedIn && get("/overview").then((overview) => signedIn && tell(overview), () => null), TOLD_EVERY_MS);
+// Not as a link, which would be another view's.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
 store.addEventListener("signed-out", () => showSignIn("The session is over."));
 drawHelp();
 signedInHere()

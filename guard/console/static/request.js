@@ -5,9 +5,8 @@ import { lines, track, waterfall } from "./charts.js";
 import { h, show } from "./dom.js";
 import { moment, ms, score } from "./format.js";
 import { heatMap } from "./heat.js";
-import { actionBadge } from "./requests.js";
+import { actionBadge, listedIds } from "./requests.js";
 import { ruleList } from "./rules.js";
-import { store } from "./store.js";
 
 export function requestView(root, { go, fail }, id) {
   let gone = false;
@@ -18,7 +17,7 @@ export function requestView(root, { go, fail }, id) {
     .catch((error) => !gone && fail(error, root));
 
   const beside = (by) => {
-    const ids = store.requests.map((one) => one.request_id);
+    const ids = listedIds();
     const next = ids[ids.indexOf(id) + by];
     if (next !== undefined) go(`/requests/${next}`);
   };
@@ -32,7 +31,6 @@ export function requestView(root, { go, fail }, id) {
 }
 
 /** The scores that a page has, by detector. */
-
 export function detectorList(detectors) {
   return h(
     "ul",
@@ -159,6 +157,8 @@ function drawText(section, request) {
       const found = await post(`/requests/${request.entry.request_id}/inspection`, {});
       const thresholds = Object.fromEntries(request.detectors.map((one) => [one.name, one.thresholds]));
       show(place, heatMap(found, thresholds));
+      place.querySelector(".tokens").focus({ preventScroll: true }); // arrow keys move along them
+      place.scrollIntoView({ block: "nearest" });
       show(status, `read again in ${ms(performance.now() - began)}${CHANGED[request.entry.action] ?? ""}`);
       button.hidden = true;
     } catch (error) {
