@@ -108,6 +108,7 @@ function showSignIn(message = "") {
     "form",
     { class: "sign-in", on: { submit } },
     h("h1", {}, "mia-guard"),
+    h("input", { hidden: true, name: "user", autocomplete: "username", value: "admin" }), // for stores of passwords
     h("label", {}, "Admin key", field),
     h("button", { type: "submit", class: "main" }, "Sign in"),
     status,

@@ -5,12 +5,13 @@ import { lines, track, waterfall } from "./charts.js";
 import { h, show } from "./dom.js";
 import { moment, ms, score } from "./format.js";
 import { heatMap } from "./heat.js";
-import { actionBadge, listedIds } from "./requests.js";
+import { actionBadge, listedIds, lookAt } from "./requests.js";
 import { ruleList } from "./rules.js";
 
 export function requestView(root, { go, fail }, id) {
   let gone = false;
   let look = () => {};
+  lookAt(id);
   show(root, h("p", { class: "state" }, "…"));
   get(`/requests/${id}`)
     .then((found) => !gone && (look = draw(root, found)))

@@ -28,6 +28,9 @@ const all = () => chosen.paused?.requests ?? store.requests;
 /** Ids of the requests in the list as it is filtered, the newest first. */
 export const listedIds = () => all().filter(fits).map((one) => one.request_id);
 
+/** The line that the list goes back to. */
+export const lookAt = (id) => { chosen.at = id; };
+
 const workers = (numbers) => (numbers.length === 1 ? `Worker ${numbers[0]} does` : `Workers ${numbers.join(", ")} do`);
 
 export function requestsView(root, { go }) {
