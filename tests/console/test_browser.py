@@ -362,7 +362,9 @@ async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: 
                 assert await tab.fits()
 
 
-async def test_every_figure_of_a_real_calibration_is_seen_on_a_phone(browser: Any, start_console: StartConsole) -> None:
+async def test_every_score_and_figure_of_a_real_policy_is_seen_on_phones_and_tablets(
+    browser: Any, start_console: StartConsole
+) -> None:
     policy = default_policy().read_text().replace("name: default", "name: test")
     real: dict[str, Any] = {"config_key": "SmolLM2-135M-Instruct", "model_configs": data_folder("model_configs")}
     async with (
@@ -370,8 +372,11 @@ async def test_every_figure_of_a_real_calibration_is_seen_on_a_phone(browser: An
         start_console(engine, policy, **real) as console,
     ):
         await console.chat()
-        async with opened(browser, console, PHONE) as tab:
-            await tab.press("3")
-            await tab.page.wait_for_selector(".calibration .figures")
-            assert await tab.page.locator(".figures tbody tr").count() > 6
-            assert await tab.fits()
+        for width in (320, PHONE["width"], 720):
+            async with opened(browser, console, {**PHONE, "width": width}) as tab:
+                await tab.page.wait_for_selector(nth(1))
+                assert await tab.fits()
+                await tab.press("3")
+                await tab.page.wait_for_selector(".calibration .figures")
+                assert await tab.page.locator(".figures tbody tr").count() > 6
+                assert await tab.fits()
