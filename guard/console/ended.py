@@ -26,7 +26,7 @@ MAX_LINES = 250
 BINS = 40
 """Of the distribution of recent scores."""
 
-NOT_KEPT = "this request is not kept any more; the ledger has its line"
+NOT_KEPT = "this request is not kept any more; guard ledger show ID has its line"
 
 
 @dataclass(frozen=True)
