@@ -1,4 +1,5 @@
-"""The folder that the worker processes of one proxy count in: its own while it lives, and removed after it.
+"""The folder that the worker processes of one proxy count in, and in which each answers the console: the proxy's own
+while it lives, and removed after it.
 
 Owns the folder's place, its lock, and removing those whose proxy was killed. The lock is the kernel's: it ends with the
 process that holds it, however that ends, and no other process of the same id can be taken for it.

@@ -1,4 +1,4 @@
-"""One proxy process: its server, and beside it the one of the admin API and the console.
+"""One proxy process: its server, and beside it the one of the admin API and the console, or of what that asks.
 
 Owns what is refused before anything is served, and in which order the two start and stop.
 """
@@ -11,6 +11,9 @@ import socket
 from collections.abc import AsyncIterator
 
 from guard.console.app import operators_app
+from guard.console.contents import Contents
+from guard.console.ended import Ended
+from guard.console.peers import Seat, telling
 from guard.proxy.app import application
 from guard.proxy.services import Services
 from guard.proxy_server import Stopping, Tls, check_tls, listening_socket, serving
@@ -27,8 +30,11 @@ def checked_services(settings: Settings) -> Services:
 
 
 @contextlib.asynccontextmanager
-async def proxy_running(services: Services, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """The proxy's server, and the admin API's beside it if it has a port. The latter answers until the end."""
+async def proxy_running(
+    services: Services, listener: socket.socket, seat: Seat | None = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    """The proxy's server, and the admin API's beside it if it has a port. The latter answers until the end. ``seat``:
+    of a worker process; there the first has the admin API, and the others tell it of their requests."""
     settings = services.settings
 
     def begin() -> None:
@@ -37,12 +43,19 @@ async def proxy_running(services: Services, listener: socket.socket) -> AsyncIte
     malformed = services.metrics.count_malformed
     stopping = Stopping(begin, settings.drain_delay_s, settings.drain_timeout_s)
     async with contextlib.AsyncExitStack() as stack:
-        if settings.admin_port is not None:
+        if settings.admin_port is not None and seat is not None and seat.number > 0:
+            await stack.enter_async_context(telling(Ended(services, Contents(settings.ledger)), seat.socket))
+        elif settings.admin_port is not None:
             admin = stack.enter_context(
                 listening_socket(settings.admin_host, settings.admin_port, option="--admin-port")
             )
             await stack.enter_async_context(
-                serving(operators_app(services), admin, on_malformed=malformed, tls=_tls(settings))
+                serving(
+                    operators_app(services, seat.others if seat is not None else ()),
+                    admin,
+                    on_malformed=malformed,
+                    tls=_tls(settings),
+                )
             )
         yield await stack.enter_async_context(
             serving(application(services), listener, on_malformed=malformed, stopping=stopping, tls=_tls(settings))

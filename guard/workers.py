@@ -1,8 +1,8 @@
 """Several proxy processes behind one port: started together, watched, started again, and stopped together.
 
 Owns the processes and how they are told to stop. Each is a whole proxy that takes connections from the same socket; the
-first also has the admin API. They share nothing but files and Redis: each looks at policies and keys by itself, and so
-comes to the same ones within a second.
+first also has the admin API, and asks the others for what its console shows. They share nothing else but files and
+Redis: each looks at policies and keys by itself, and so comes to the same ones within a second.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import uvloop
 
+from guard.console.peers import Seat
 from guard.metrics_folder import metrics_folder
 from guard.policy import PolicyError
 from guard.proxy.keys import KeysError
@@ -47,12 +48,12 @@ Say = Callable[[str], None]
 
 class Worker:
     """One process, and the pipe to it: it says when it is ready, and stops when this end is closed, however that comes
-    about. ``metrics``: the folder of all workers' series."""
+    about. ``seat``: in the folder of all workers, which has their series as well."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, metrics: str) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket, seat: Seat) -> None:
         self._link, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=_work, args=(settings, listener, theirs), name="guard-proxy")
-        with _variable(SHARED_FOLDER, metrics):
+        self.process = SPAWN.Process(target=_work, args=(settings, listener, theirs, seat), name="guard-proxy")
+        with _variable(SHARED_FOLDER, str(seat.folder)):
             self.process.start()
         theirs.close()
 
@@ -96,8 +97,9 @@ async def proxies(services: Services, listener: socket.socket, say: Say) -> Asyn
 async def _running(
     settings: Settings, listener: socket.socket, metrics: str, say: Say
 ) -> AsyncIterator[asyncio.Task[None]]:
-    shares = [_share(settings, number) for number in range(settings.workers)]
-    workers = [Worker(share, listener, metrics) for share in shares]
+    share = _share(settings)
+    seats = [Seat(number, settings.workers, Path(metrics)) for number in range(settings.workers)]
+    workers = [Worker(share, listener, seat) for seat in seats]
     try:
         if not all(await asyncio.gather(*(worker.wait_ready() for worker in workers))):
             raise StartError("a worker process did not start; the lines above say why")
@@ -107,7 +109,7 @@ async def _running(
         def again(number: int) -> Worker:
             ended.add(workers[number].process.pid or 0)
             _fold(ended, metrics)
-            return Worker(shares[number], listener, metrics)
+            return Worker(share, listener, seats[number])
 
         watching = asyncio.create_task(_watch(workers, again, say))
         try:
@@ -129,11 +131,9 @@ async def _running(
             worker.kill()
 
 
-def _share(settings: Settings, number: int) -> Settings:
-    """What one worker is set up with: its part of what is counted in each process, and the admin API in the first."""
-    most = max(1, settings.max_concurrent // settings.workers)
-    admin_port = settings.admin_port if number == 0 else None
-    return settings.model_copy(update={"max_concurrent": most, "admin_port": admin_port})
+def _share(settings: Settings) -> Settings:
+    """What one worker is set up with: its part of what is counted in each process."""
+    return settings.model_copy(update={"max_concurrent": max(1, settings.max_concurrent // settings.workers)})
 
 
 async def _watch(workers: list[Worker], again: Callable[[int], Worker], say: Say) -> None:
@@ -190,7 +190,7 @@ async def _readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-def _work(settings: Settings, listener: socket.socket, link: Connection) -> None:
+def _work(settings: Settings, listener: socket.socket, link: Connection, seat: Seat) -> None:
     """The process. Ctrl-C is for the parent, which reads it too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -198,7 +198,7 @@ def _work(settings: Settings, listener: socket.socket, link: Connection) -> None
         told = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, told.set)
-        async with proxy_running(checked_services(settings), listener) as server:
+        async with proxy_running(checked_services(settings), listener, seat) as server:
             link.send_bytes(READY)
             # Nothing is ever sent: it is readable when the parent has closed its end, or is gone.
             ends = [asyncio.create_task(one) for one in (told.wait(), _readable(link.fileno()))]

@@ -1,16 +1,17 @@
 """The console's routes, beside the admin API on its port.
 
-Owns paths, who may ask for which, and what a request of the playground may say. What is shown is made in ``views``,
-``inspection`` and ``playground``.
+Owns paths, who may ask for which, and what a request of the playground may say. What is shown is made in ``ended``,
+of this process, ``together``, of all, and ``playground``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,11 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from guard import __version__
 from guard.console import views
-from guard.console.contents import Content, Contents
-from guard.console.inspection import inspect
+from guard.console.contents import Contents
+from guard.console.ended import Answer, Ended, Question, Source
 from guard.console.playground import Playground, Run, text_of
 from guard.console.sessions import COOKIE, LIFE_S, SAME_PAGE, Sessions
 from guard.console.static_files import HEADERS, StaticFile, static_files
+from guard.console.together import CURSOR, Together
 from guard.policy import BoundPolicy
 from guard.proxy.admin import admin_app
 from guard.proxy.app import names_of_models
@@ -33,7 +35,6 @@ from guard.proxy.errors import ForbiddenHostError, InvalidKeyError, InvalidReque
 from guard.proxy.keys import Caller
 from guard.proxy.services import Services
 from guard.proxy.wire_choices import chat_form
-from guard.telemetry.recent import Finished
 
 ROOT = "/console"
 API = f"{ROOT}/api"
@@ -41,13 +42,10 @@ API = f"{ROOT}/api"
 MAX_WAIT_S = 20.0
 """Longest time that a question for new requests waits for one. Shorter than any proxy's patience."""
 
-MAX_LINES = 250
-"""Most requests in one answer; it says whether there are more."""
-
 MAX_BODY_BYTES = 1 << 20
 
-BINS = 40
-"""Of the distribution of recent scores."""
+MAX_CURSOR = 1 << 14
+"""In characters; it has some 30 for each worker process."""
 
 PolicyName = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=100_000)]
@@ -66,14 +64,14 @@ class PlaygroundRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
 
 
-def operators_app(services: Services) -> ASGIApp:
+def operators_app(services: Services, others: Sequence[Source] = ()) -> ASGIApp:
     """The admin API with the console beside it; errors too have the console's headers. Serve it while the application
-    of the same ``services`` runs."""
+    of the same ``services`` runs. ``others``: the other worker processes, whose requests the console shows too."""
     app = admin_app(services)
     sessions = Sessions(services.access)
     app.include_router(_pages())
     app.include_router(_session_routes(sessions))
-    app.include_router(_api(services, sessions))
+    app.include_router(_api(services, others, sessions))
     app.add_exception_handler(RequestValidationError, _invalid)
     return _with_headers(app)
 
@@ -151,20 +149,15 @@ def _session_routes(sessions: Sessions) -> APIRouter:
     return router
 
 
-def _api(services: Services, sessions: Sessions) -> APIRouter:
+def _api(services: Services, others: Sequence[Source], sessions: Sessions) -> APIRouter:
     contents = Contents(services.settings.ledger)
     playground = Playground(services, contents)
+    together = Together((Ended(services, contents), *others))
 
     def admin(request: Request) -> None:
         request.state.admin = sessions.admin(request.headers, request.cookies.get(COOKIE))
 
     router = APIRouter(prefix=API, dependencies=[Depends(admin)])
-
-    def finished_at(number: int) -> Finished:
-        found = services.recent.get(number)
-        if found is None:
-            raise NotFoundError("this request is not kept any more; the ledger has its line")
-        return found
 
     @router.get("/overview")
     async def overview() -> Response:
@@ -174,45 +167,27 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
                 "version": __version__,
                 "policies": [_policy(one) for one in current.policies],
                 "default": current.default.live.name,
-                "policies_error": services.policies.error,
+                "policies_error": await together.policies_error(),
                 "workers": services.settings.workers,
             }
         )
 
     @router.get("/requests")
-    async def requests(after: int = 0, wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0) -> Response:
-        """Those that ended after number ``after``, the oldest first; waits for one. ``newest`` is what to ask with
-        next, at once where there are ``more``. A number from before a restart starts anew."""
-        recent = services.recent
-        after = after if after <= recent.newest else 0
-        if recent.newest == after:
-            await recent.wait(after, wait_s)
-        newest, found = recent.newest, recent.after(after)
-        if more := len(found) > MAX_LINES:
-            found = found[:MAX_LINES]
-            newest = found[-1].number
+    async def requests(
+        after: Annotated[str, Query(max_length=MAX_CURSOR, pattern=CURSOR)] = "",
+        wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
+    ) -> Response:
+        """Those that ended after ``after``, the oldest first; waits for one. ``cursor`` is what to ask with next, at
+        once where there are ``more``. What it says of a process that has started again is left out."""
+        return await asyncio.to_thread(_json, await together.lines(after, wait_s))
 
-        def told() -> Response:
-            return _json({"newest": newest, "more": more, "requests": list(map(views.line, found))})
+    @router.get("/requests/{request_id}")
+    async def request(request_id: str) -> Response:
+        return _told(await together.one(Question("page", request_id)))
 
-        # In a thread: the proxy's own requests do not wait for people who look on.
-        return await asyncio.to_thread(told)
-
-    @router.get("/requests/{number}")
-    async def request(number: int) -> Response:
-        finished = finished_at(number)
-        content = await contents.find(finished)
-        return _json({**views.whole(finished), "content": _content(content) if content is not None else None})
-
-    @router.post("/requests/{number}/inspection")
-    async def inspection(request: Request, number: int) -> Response:
-        finished = finished_at(number)
-        content = await contents.find(finished)
-        if content is None or not content.has_prompt or finished.judges is None:
-            raise NotFoundError("the prompt of this request is not kept: its policy does not allow it, or it is gone")
-        if finished.record.route != chat_form.route:
-            raise InvalidRequestError(f"only requests of {chat_form.route} can be looked into")
-        return _json(await inspect(services, finished.judges.live, content, finished.record.request_id))
+    @router.post("/requests/{request_id}/inspection")
+    async def inspection(request_id: str) -> Response:
+        return _told(await together.one(Question("inspection", request_id)))
 
     @router.get("/playground")
     async def choices() -> Response:
@@ -237,7 +212,7 @@ def _api(services: Services, sessions: Sessions) -> APIRouter:
     @router.get("/calibration")
     async def calibration() -> Response:
         detectors = views.calibration(services.policies.current.policies)
-        return _json({"detectors": detectors, "recent": _recent_scores(services)})
+        return _json({"detectors": detectors, "recent": await together.scores()})
 
     return router
 
@@ -254,16 +229,6 @@ def _policy(policy: BoundPolicy) -> dict[str, Any]:
         "hash": policy.hash[:12],
         "detectors": policy.detector_kinds,
         "rules": [one.rule.name for one in policy.rules],
-    }
-
-
-def _content(content: Content) -> dict[str, Any]:
-    messages = content.fields.get("messages")
-    return {
-        "messages": messages if isinstance(messages, list) else [],
-        "answer": content.answer,
-        "changes": content.changes,
-        "notes": content.notes,
     }
 
 
@@ -317,23 +282,14 @@ def _run(run: Run) -> dict[str, Any]:
     }
 
 
-def _recent_scores(services: Services) -> dict[str, list[int]]:
-    """KIND -> how many of the recent requests scored in each of ``BINS`` equal steps from 0 to 1."""
-    counts: dict[str, list[int]] = {}
-    for finished in services.recent.after(0):
-        record = finished.record
-        kinds = finished.judges.live.detector_kinds if finished.judges is not None else {}
-        for name, score in {**record.scores, **(record.answer.scores if record.answer else {})}.items():
-            if score.value is not None and name in kinds:
-                bins = counts.setdefault(kinds[name], [0] * BINS)
-                bins[min(BINS - 1, max(0, int(score.value * BINS)))] += 1
-    return counts
+def _told(answer: Answer) -> Response:
+    return _json(answer.body, answer.status)
 
 
-def _json(value: Any) -> Response:
+def _json(value: Any, status: int = 200) -> Response:
     # ASCII: what a client sent may have halves of surrogate pairs, which are no UTF-8.
     body = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return Response(body, headers={**HEADERS, "cache-control": "no-store"}, media_type="application/json")
+    return Response(body, status, {**HEADERS, "cache-control": "no-store"}, "application/json")
 
 
 async def _invalid(_request: Request, error: Exception) -> Response:

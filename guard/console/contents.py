@@ -40,19 +40,19 @@ class Content:
 
 @dataclass
 class Contents:
-    """``ledger``: its file, which the texts lie beside. By number of the finished request."""
+    """``ledger``: its file, which the texts lie beside. By id of the request."""
 
     ledger: Path
-    _kept: OrderedDict[int, Content] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[str, Content] = field(default_factory=OrderedDict)
 
-    def keep(self, number: int, content: Content) -> None:
-        self._kept[number] = content
+    def keep(self, request_id: str, content: Content) -> None:
+        self._kept[request_id] = content
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
 
     async def find(self, finished: Finished) -> Content | None:
         """None where the policy that judged the request lets nothing be kept, or it is not there (any more)."""
-        if (kept := self._kept.get(finished.number)) is not None:
+        if (kept := self._kept.get(finished.record.request_id)) is not None:
             return kept
         if finished.judges is None or finished.judges.live.capture is None:
             return None

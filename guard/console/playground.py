@@ -20,7 +20,7 @@ from guard.data import data_folder
 from guard.policy import BoundPolicy, PolicyError, bind, build_detectors, load_policy
 from guard.policy.judges import judges
 from guard.policy.policy_set import policy_files
-from guard.policy.recorded import PLAYGROUND
+from guard.policy.selection import PLAYGROUND
 from guard.proxy.body import GuardedRequest
 from guard.proxy.chat import guarded
 from guard.proxy.exchange import Exchange
@@ -31,8 +31,6 @@ from guard.proxy.wire import Form
 from guard.proxy.wire_choices import chat_form
 from guard.telemetry.recent import Finished
 from guard.telemetry.record import RequestRecord
-
-ASSIGNMENT = PLAYGROUND
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Playground:
             policy.hash,
             key=caller.key_id,
             model=request.model,
-            assignment=ASSIGNMENT,
+            assignment=PLAYGROUND,
         )
         sent = _Sent()
         scope = {"type": "http", "method": "POST", "path": chat_form.route, "headers": []}
@@ -103,7 +101,7 @@ class Playground:
             finished = services.recent.add(record, exchange.judges)
             services.under_way -= 1
         body = sent.json()
-        self.contents.keep(finished.number, Content(request.fields, text_of(body)))
+        self.contents.keep(record.request_id, Content(request.fields, text_of(body)))
         return Run(finished, sent.status, body)
 
 

@@ -22,13 +22,11 @@ STAGES: tuple[Stage, ...] = ("prompt", "stream", "output")
 Json = dict[str, Any]
 
 
-def line(finished: Finished) -> Json:
+def line(record: RequestRecord) -> Json:
     """One request in the list."""
-    record = finished.record
     decision = record.deciding
     scores = {**record.scores, **(record.answer.scores if record.answer else {})}
     return {
-        "number": finished.number,
         "time": record.started_at.isoformat(timespec="milliseconds"),
         "request_id": record.request_id,
         "route": record.route,
@@ -41,6 +39,7 @@ def line(finished: Finished) -> Json:
         "would": decision.would if decision else "none",
         "rules": record.rules,
         "outcome": record.outcome,
+        "error_code": record.error_code,
         "status": record.status,
         "scores": {name: score.value for name, score in scores.items()},
         "total_ms": None if record.total_s is None else round(record.total_s * 1000, 2),
@@ -51,7 +50,7 @@ def line(finished: Finished) -> Json:
 def whole(finished: Finished) -> Json:
     """One request's page."""
     record, judges = finished.record, finished.judges
-    shown: Json = {"number": finished.number, "entry": record.to_entry(), "rules": [], "detectors": [], "shadow": None}
+    shown: Json = {"entry": record.to_entry(), "rules": [], "detectors": [], "shadow": None}
     shown["course"] = [{"tokens": one.tokens, "scores": dict(one.scores)} for one in record.course]
     if judges is None:
         return shown

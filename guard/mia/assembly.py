@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, islice
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,14 @@ class Asked:
     longest: int
     hidden_size: int
     max_grown_bytes: int = 2**63
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One choice of a request. ``destination``: whoever the readouts go to."""
+
+    asked: Asked
+    destination: Any
 
 
 @dataclass
@@ -160,7 +169,7 @@ class Assembler:
     """
 
     def __init__(self, ring: RingAddress) -> None:
-        self._ring = Ring(ring)
+        self._ring = RingReader(ring)
         self._dose_limit = np.inf
         self._log: list[StepRecord] = []
         self._first = 0
@@ -178,15 +187,16 @@ class Assembler:
         """Whether ``prompt`` or ``progress`` may have something of any request."""
         return bool(self._due or self._progressing)
 
-    def take(self, record: StepRecord, asked: Mapping[str, Asked]) -> None:
-        """Keep a step's record. ``asked``: of the requests that have not ended; some may have since the step began."""
+    def take(self, record: StepRecord, waiting: Mapping[str, Waiting]) -> None:
+        """Keep a step's record. ``waiting``: those that have not ended; some may have since the step began."""
         if not self._log or self._log[-1].layout is not record.layout:
             for request_id in record.layout.requests.keys() - self.requests.keys():
-                if (one := asked.get(request_id)) is not None:
-                    reports = [SteeringReport() for _ in one.spec.steer]
-                    gathered = Gathered(one, one.spec.captures, next_record=self._end, steering=reports)
+                if (one := waiting.get(request_id)) is not None:
+                    spec = one.asked.spec
+                    reports = [SteeringReport() for _ in spec.steer]
+                    gathered = Gathered(one.asked, spec.captures, next_record=self._end, steering=reports)
                     self.requests[request_id] = gathered
-                    if one.spec.progress_tokens is not None:
+                    if spec.progress_tokens is not None:
                         self._progressing[request_id] = gathered
         self._log.append(record)
         self._dose_limit = record.layout.dose_limit
@@ -197,7 +207,7 @@ class Assembler:
         for request_id, gathered in self._progressing.items():
             gathered.unsent_steps += request_id in record.layout.requests
         first, end = record.layout.sent
-        steps = min(SETTLE_STEPS, max(1, self._ring.rows // SETTLE_PART // max(1, end - first)))
+        steps = min(SETTLE_STEPS, max(1, self._ring.address.rows // SETTLE_PART // max(1, end - first)))
         for request_id in list(islice(self.requests, -(-len(self.requests) // steps))):
             self._settle(request_id)
         self._forget_settled()
@@ -276,22 +286,6 @@ class Assembler:
         return self._runs[first]
 
 
-class Ring:
-    """A worker's ring, which is opened when rows are first taken out of it."""
-
-    def __init__(self, address: RingAddress) -> None:
-        self._address = address
-        self._reader: RingReader | None = None
-        self.width = address.width
-        self.rows = address.rows
-
-    def reader(self) -> RingReader:
-        """Raises ``OSError`` when the worker is not on this machine, or gone."""
-        if self._reader is None:
-            self._reader = RingReader(self._address)
-        return self._reader
-
-
 def _put(
     gathered: Gathered,
     request_id: str,
@@ -358,36 +352,36 @@ def _want_rows(gathered: Gathered, chunk: RowChunk, positions: range, run: Run, 
     rows.one_row = rows.one_row and chunk.length == 1
 
 
-def _take_rows(gathered: Gathered, name: str, wanted: Wanted, ring: Ring) -> None:
+def _take_rows(gathered: Gathered, name: str, wanted: Wanted, ring: RingReader) -> None:
     """Out of the ring, before others take their place."""
     capture = gathered.captures[name]
     places = wanted.places[0] if len(wanted.places) == 1 else np.concatenate(wanted.places)
     averaged = isinstance(capture, HiddenCapture) and capture.average
     try:
         if averaged:
-            values = np.empty((len(places), ring.width), np.float32)
-            ring.reader().take(places, values)
+            values = np.empty((len(places), ring.address.width), np.float32)
+            ring.take(places, values)
             if (total := gathered.means.get(name)) is None:
-                total = gathered.means[name] = RowSum.of(wanted.layer, ring.width)
+                total = gathered.means[name] = RowSum.of(wanted.layer, ring.address.width)
             total.add(wanted.positions, values)
         else:
-            ring.reader().take(places, _rows_of(gathered, name, wanted, ring).next(wanted.positions))
+            ring.take(places, _rows_of(gathered, name, wanted, ring).next(wanted.positions))
     except OverwrittenError as error:
         gathered.fail(name, str(error))
     except OSError as error:
         reason = f"the worker's memory cannot be read here: {error.strerror}"
         gathered.fail(name, reason, "unavailable")
     else:
-        _grow(gathered, name, 4 * len(places) * ring.width)
+        _grow(gathered, name, 4 * len(places) * ring.address.width)
 
 
-def _rows_of(gathered: Gathered, name: str, wanted: Wanted, ring: Ring) -> GrowingRows:
+def _rows_of(gathered: Gathered, name: str, wanted: Wanted, ring: RingReader) -> GrowingRows:
     """What there is of a capture's rows, with room for as many as may come."""
     if (rows := gathered.rows.get(name)) is None:
         grows, asked = generates(gathered.captures[name]), gathered.asked
         longest = asked.longest if grows else asked.prompt_len
         expected = 1 if wanted.one_row and not grows else longest
-        rows = gathered.rows[name] = GrowingRows.expecting(wanted.layer, expected, ring.width)
+        rows = gathered.rows[name] = GrowingRows.expecting(wanted.layer, expected, ring.address.width)
     return rows
 
 

@@ -33,8 +33,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from guard.mia.assembly import Asked
-from guard.mia.inbox import Inbox, Waiting
+from guard.mia.assembly import Asked, Waiting
+from guard.mia.inbox import Inbox
 from guard.mia.metrics import engine_metrics
 from guard.mia.patching import wrap
 from guard.mia.results import Readout, Readouts, Stage, SteeringReport, not_complete, with_token_ids

@@ -7,35 +7,23 @@ vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
-from guard.mia.assembly import Asked, Assembler
+from guard.mia.assembly import Assembler, Waiting
 from guard.mia.record import RecordReader
 from guard.mia.results import Readout, SteeringReport, empty
 from guard.mia.spec import generates
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """One choice of a request. ``destination``: whoever the readouts go to."""
-
-    asked: Asked
-    destination: Any
 
 
 class Inbox:
     def __init__(self) -> None:
         self._reader = RecordReader()
         self._assemblers: dict[str, Assembler] = {}
-        self._asked: dict[str, Asked] = {}
         self.waiting: dict[str, Waiting] = {}
         self.step_ended_at_s = 0.0
         """Of the step whose record came last, in seconds since 1970 by the worker's clock."""
 
     def add(self, request_id: str, waiting: Waiting) -> None:
         self.waiting[request_id] = waiting
-        self._asked[request_id] = waiting.asked
 
     def receive(self, posts: Iterable[tuple[bytes | None, bytes]]) -> None:
         """Layouts, where they are new, and bodies, in the order of the steps of one engine."""
@@ -43,7 +31,7 @@ class Inbox:
             ring, record = self._reader.read(layout, body)
             if (assembler := self._assemblers.get(ring.path)) is None:
                 assembler = self._assemblers[ring.path] = Assembler(ring)
-            assembler.take(record, self._asked)
+            assembler.take(record, self.waiting)
             self.step_ended_at_s = record.ended_at_s
 
     @property
@@ -63,7 +51,7 @@ class Inbox:
 
     def end(self, request_id: str) -> tuple[dict[str, Readout], tuple[SteeringReport, ...]]:
         """What has grown with an answer that has ended, and what steering did. The request is forgotten."""
-        asked = self._asked[request_id]
+        asked = self.waiting[request_id].asked
         if (assembler := self._assembler_of(request_id)) is not None:
             items, steering = assembler.end(request_id)
         else:
@@ -74,7 +62,7 @@ class Inbox:
 
     def forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            del self.waiting[request_id], self._asked[request_id]
+            del self.waiting[request_id]
         for assembler in self._assemblers.values():
             assembler.forget(request_ids)
 

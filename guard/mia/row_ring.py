@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,15 @@ def _release(file: int, pinned_address: int | None) -> None:
 
 
 class RingReader:
-    """The front end's end of one ring. Raises ``OSError`` when the worker is not on this machine, or gone."""
+    """The front end's end of one ring, which is opened when rows are first taken out of it."""
 
     def __init__(self, address: RingAddress) -> None:
-        link, _, inode = address.path.partition("#")
+        self.address = address
+
+    @cached_property
+    def _opened(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+        """How many rows were ever handed out, and the rows."""
+        link, _, inode = self.address.path.partition("#")
         file = os.open(link, os.O_RDONLY)
         try:
             if os.fstat(file).st_ino != int(inode):
@@ -110,22 +116,23 @@ class RingReader:
             memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
         finally:
             os.close(file)
-        self._head = np.frombuffer(memory, np.int64, 1)
-        self._rows = _rows_in(memory, address)
+        return np.frombuffer(memory, np.int64, 1), _rows_in(memory, self.address)
 
     def take(self, places: Places, out: FloatArray) -> None:
-        """Copy the rows at ``places`` to ``out``, ``[len(places), width]`` float32. Raises ``OverwrittenError``."""
+        """Copy the rows at ``places`` to ``out``, ``[len(places), width]`` float32. Raises ``OverwrittenError``, and
+        ``OSError`` when the worker is not on this machine, or gone."""
         if not len(places):
             return
-        capacity = len(self._rows)
+        head, rows = self._opened
+        capacity = len(rows)
         at = places % capacity
         apart = int(at[1] - at[0]) if len(at) > 1 else 1
         if apart > 0 and (np.diff(at) == apart).all():
             # As most do.
-            _widen(self._rows[int(at[0]) : int(at[-1]) + 1 : apart], out)
+            _widen(rows[int(at[0]) : int(at[-1]) + 1 : apart], out)
         else:
-            _widen(self._rows[at], out)
-        if int(self._head[0]) - int(places.min()) > capacity:
+            _widen(rows[at], out)
+        if int(head[0]) - int(places.min()) > capacity:
             raise OverwrittenError("these rows were read too late (max_shared_bytes)")
 
 

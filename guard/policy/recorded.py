@@ -18,9 +18,6 @@ from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find_
 
 MOST_NAMED = 5
 
-PLAYGROUND = "console"
-"""The assignment of runs of the console's playground."""
-
 UNDECIDED = "none"
 """The action of a request that did not come to a decision."""
 

@@ -17,8 +17,9 @@ from typing import Any, Literal
 from guard.policy.engine import CompiledRule, Decision, decide
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.over_time import Outcome, Spread, decide_answer
-from guard.policy.recorded import PLAYGROUND, UNDECIDED, Recorded, RecordedAnswer
+from guard.policy.recorded import UNDECIDED, Recorded, RecordedAnswer
 from guard.policy.schema import LATER, SEVERITY, Contract, Stage, detectors_in
+from guard.policy.selection import PLAYGROUND
 from guard.policy.way import CHANGING, way_of
 
 FailOn = Literal["any", "looser", "stricter"]

@@ -21,6 +21,9 @@ KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9\-]{1,64}$")]
 HeaderValues = dict[HeaderName, tuple[str, ...]]
 
+PLAYGROUND = "console"
+"""The assignment that the ledger has for runs of the console's playground; no other may be taken for it."""
+
 UNFIT_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
 """Secrets: nobody writes these into a file."""
 
@@ -56,7 +59,8 @@ class Assignment(Section):
     """A policy for the requests that fit. The first assignment that takes a request decides."""
 
     name: PolicyName
-    """Shown in the ledger; unique in the file. Another name draws other requests for the same `percent`."""
+    """Shown in the ledger; unique in the file, and not `console`, which runs of the console's playground have. Another
+    name draws other requests for the same `percent`."""
 
     match: Match = Match()
     """Which requests. Default: all."""
@@ -74,6 +78,13 @@ class Assignment(Section):
     by: Literal["key", "request"] = "key"
     """What falls into the share as a whole: `key`, all requests of one API key (without keys: each request); `request`,
     each by the id that the proxy gives it."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_not_taken(cls, value: str) -> str:
+        if value == PLAYGROUND:
+            raise ValueError(f"{PLAYGROUND} is what the ledger calls runs of the console's playground; choose another")
+        return value
 
 
 class Selection(Section):

@@ -18,10 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from guard.telemetry.chain import Secret
+from guard.telemetry.chain import Secret, link_of
 from guard.telemetry.content import Captured, delete_expired, keep
 from guard.telemetry.ledger_file import Keeping, LedgerFile
-from guard.telemetry.ledger_files import content_folder
+from guard.telemetry.ledger_files import content_folder, head_path, ledger_files
+from guard.telemetry.ledger_reader import parsed
 
 log = logging.getLogger("guard.ledger")
 
@@ -42,6 +43,9 @@ HOUSEKEEPING_S = 600.0
 
 HOUSEKEEPING_REFUSED_S = 30.0
 """The same while the disk refuses entries: what is due to go may be what it lacks the room of."""
+
+LOOKED_AT_BYTES = 1 << 20
+"""Of a file that is there before the first start."""
 
 GATHER_S = 0.02
 """One write for what comes within this time. While this thread runs, no answer goes on."""
@@ -253,7 +257,9 @@ def _to_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ``LedgerError`` when the ledger cannot be opened; makes file and folder if need be."""
+    """Raises ``LedgerError`` when the ledger cannot be opened, or what has its name is none; makes file and folder if
+    need be."""
+    _check_what_is_there(path)
     file = LedgerFile(path)
     _first_open(file)
     file.close()
@@ -267,3 +273,34 @@ def _first_open(file: LedgerFile) -> None:
         raise LedgerError(
             f"the ledger {file.path} cannot be written: {error.strerror}; choose another file with --ledger"
         ) from None
+
+
+def _check_what_is_there(path: Path) -> None:
+    """Of a first start, which finds no head: another program's file would be appended to, renamed when it is large, and
+    deleted when it is old. With a head the chain itself says what is not its own."""
+    try:
+        head = head_path(path)
+        if head.exists() and head.stat().st_size:
+            return
+        for file in ledger_files(path):
+            if file.is_file():
+                _need_entries(file)
+    except OSError:
+        return  # nothing is there; or opening it says what is wrong
+
+
+def _need_entries(file: Path) -> None:
+    with file.open("rb") as opened:
+        lines = [line for line in opened.read(LOOKED_AT_BYTES).splitlines() if line.strip()]
+    if not lines or any(link_of(line) is not None for line in lines):
+        return
+    if not any(parsed(line) is not None for line in lines):
+        raise LedgerError(
+            f"{file} is there already, and is no ledger: it begins with lines that are no entries; "
+            "move it away, or choose another file with --ledger"
+        )
+    log.warning(
+        "ledger %s: it begins with entries that are in no chain: of a version without one, or somebody put them there; "
+        "statistics and replay count them",
+        file,
+    )

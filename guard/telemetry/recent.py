@@ -7,7 +7,6 @@ ledger. Holds no text of a prompt or an answer.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from heapq import merge
@@ -25,6 +24,11 @@ class Finished:
     record: RequestRecord
     judges: Judges | None
 
+    @property
+    def ended_s(self) -> float:
+        """When, in seconds since 1970: requests of other processes compare."""
+        return self.record.started_at.timestamp() + (self.record.total_s or 0.0)
+
 
 class Recent:
     """At most ``judged`` that a policy judged, and ``unjudged`` others, which so cannot push those out."""
@@ -35,11 +39,6 @@ class Recent:
         self._number = 0
         self._changed = asyncio.Event()
         self._closed = False
-
-    @property
-    def newest(self) -> int:
-        """Number of the last that ended; 0 before any."""
-        return self._number
 
     def add(self, record: RequestRecord, judges: Judges | None) -> Finished:
         self._number += 1
@@ -53,13 +52,10 @@ class Recent:
         kept = merge(self._judged, self._unjudged, key=_number)
         return [one for one in kept if one.number > number]
 
-    def get(self, number: int) -> Finished | None:
+    def get(self, request_id: str) -> Finished | None:
         """None when it is not kept any more, or was never there."""
-        for kept in (self._judged, self._unjudged):
-            at = bisect_left(kept, number, key=_number)
-            if at < len(kept) and kept[at].number == number:
-                return kept[at]
-        return None
+        kept = (one for both in (self._judged, self._unjudged) for one in both)
+        return next((one for one in kept if one.record.request_id == request_id), None)
 
     async def wait(self, number: int, limit_s: float) -> None:
         """Until there is one after ``number``, for at most ``limit_s`` seconds; not at all once it is closed."""

@@ -48,6 +48,11 @@ class Console(Proxy):
         ):
             return answer.status, await answer.json()
 
+    async def nth(self, number: int) -> str:
+        """The path of one request, counted from 1 in the order in which they ended."""
+        _, told = await self.ask("GET", "/requests")
+        return f"/requests/{told['requests'][number - 1]['request_id']}"
+
     async def session(self) -> dict[str, str]:
         """Headers of a browser in which somebody has signed in."""
         headers = {"authorization": f"Bearer {self.admin_key}", SAME_PAGE[0]: SAME_PAGE[1]}

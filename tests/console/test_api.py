@@ -11,7 +11,7 @@ import pytest
 
 from detectors import registry
 from detectors.base import Score
-from guard.console import app
+from guard.console import ended
 from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER, HEADERS
 from guard.proxy import services
@@ -101,24 +101,26 @@ async def test_the_page_runs_nothing_but_its_own_files(console: Console) -> None
 
 async def test_requests_are_told_as_they_end(console: Console) -> None:
     _, before = await console.ask("GET", "/requests")
-    assert before == {"newest": 0, "more": False, "requests": []}
-    waiting = asyncio.create_task(console.ask("GET", "/requests?after=0&wait_s=20"))
+    assert (before["more"], before["missing"], before["requests"]) == (False, [], [])
+    waiting = asyncio.create_task(console.ask("GET", f"/requests?wait_s=20&after={before['cursor']}"))
     console.engine.logit = BLOCKED
     assert (await console.chat())[0] == 400
     _, told = await waiting
     (line,) = told["requests"]
-    assert (line["number"], line["action"], line["rules"], line["policy"]) == (1, "block", ["stop", "watch"], "test")
+    assert (line["action"], line["rules"], line["policy"]) == ("block", ["stop", "watch"], "test")
     assert line["scores"]["danger"] == pytest.approx(0.9933, abs=1e-4)
-    assert (await console.ask("GET", "/requests?after=1"))[1]["requests"] == []
-    # A number from before a restart is not waited for.
-    assert len((await console.ask("GET", "/requests?after=900&wait_s=20"))[1]["requests"]) == 1
+    assert (await console.ask("GET", f"/requests?after={told['cursor']}"))[1]["requests"] == []
+    # What was read of a process that is gone says nothing of this one.
+    gone = f"{'0' * 16}-900"
+    assert len((await console.ask("GET", f"/requests?after={gone}&wait_s=20"))[1]["requests"]) == 1
+    assert (await console.ask("GET", "/requests?after=900"))[0] == 400
     assert "private" not in json.dumps(told)
 
 
 async def test_a_name_that_is_no_unicode_hides_no_request(console: Console) -> None:
     await console.chat(model="\ud800z")
     await console.chat()
-    told = [await console.ask("GET", path) for path in ("/requests", "/requests/1")]
+    told = [await console.ask("GET", path) for path in ("/requests", await console.nth(1))]
     assert [status for status, _ in told] == [200, 200]
     assert [one["model"] for one in told[0][1]["requests"]] == ["\ud800z", "tiny"]
 
@@ -126,16 +128,15 @@ async def test_a_name_that_is_no_unicode_hides_no_request(console: Console) -> N
 async def test_every_request_that_is_kept_is_told_to_who_comes_late(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "MAX_LINES", 3)
-    for _ in range(7):
-        await console.chat()
-    seen, after, more = [], 0, True
+    monkeypatch.setattr(ended, "MAX_LINES", 3)
+    asked = [(await console.chat())[1]["x-guard-request-id"] for _ in range(7)]
+    seen: list[str] = []
+    after, more = "", True
     while more:
         _, told = await console.ask("GET", f"/requests?after={after}")
-        seen += [one["number"] for one in told["requests"]]
-        after, more = told["newest"], told["more"]
-    assert seen == [1, 2, 3, 4, 5, 6, 7]
-    assert after == 7
+        seen += [one["request_id"] for one in told["requests"]]
+        after, more = told["cursor"], told["more"]
+    assert seen == asked
 
 
 async def test_requests_that_no_policy_judged_push_out_none_that_one_did(
@@ -144,23 +145,28 @@ async def test_requests_that_no_policy_judged_push_out_none_that_one_did(
     monkeypatch.setattr(services, "KEPT_FOR_CONSOLE", 3)
     monkeypatch.setattr(services, "KEPT_UNJUDGED", 2)
     async with running(FakeEngine()) as engine, start_console(engine) as console:
-        await console.chat()
+        ids = [(await console.chat())[1]["x-guard-request-id"]]
         for _ in range(3):
-            assert (await console.chat(messages="none"))[0] == 400
-            assert (await console.post(headers={"authorization": "Bearer guessed"}))[0] == 401
-        await console.chat()
+            for status, headers, _ in (
+                await console.chat(messages="none"),
+                await console.post(headers={"authorization": "Bearer guessed"}),
+            ):
+                assert status in (400, 401)
+                ids.append(headers["x-guard-request-id"])
+        ids.append((await console.chat())[1]["x-guard-request-id"])
         _, told = await console.ask("GET", "/requests")
-        assert [one["number"] for one in told["requests"]] == [1, 6, 7, 8]
-        assert [(await console.ask("GET", f"/requests/{number}"))[0] for number in (1, 5, 7, 9)] == [200, 404, 200, 404]
+        assert [one["request_id"] for one in told["requests"]] == [ids[0], *ids[5:]]
+        pages = [(await console.ask("GET", f"/requests/{one}"))[0] for one in (ids[0], ids[4], ids[6], "0" * 32)]
+        assert pages == [200, 404, 200, 404]
         for _ in range(2):
             await console.chat()
-        assert (await console.ask("GET", "/requests/1"))[0] == 404
+        assert (await console.ask("GET", f"/requests/{ids[0]}"))[0] == 404
 
 
 async def test_a_decision_is_explained_rule_by_rule(console: Console) -> None:
     console.engine.logit = STEERED
     await console.chat()
-    _, shown = await console.ask("GET", "/requests/1")
+    _, shown = await console.ask("GET", await console.nth(1))
     rules = {rule["name"]: rule for rule in shown["rules"]}
     assert {name: (one["hit"], one["decided"]) for name, one in rules.items()} == {
         "stop": (False, False),
@@ -178,7 +184,7 @@ async def test_a_decision_is_explained_rule_by_rule(console: Console) -> None:
 async def test_a_rule_that_could_not_be_judged_says_what_it_does_instead(console: Console) -> None:
     console.engine.event = "dropped"
     await console.chat()
-    _, shown = await console.ask("GET", "/requests/1")
+    _, shown = await console.ask("GET", await console.nth(1))
     stop = next(rule for rule in shown["rules"] if rule["name"] == "stop")
     assert (stop["hit"], stop["on_error"], stop["does"], stop["holds"]) == (False, True, "flag", None)
     assert "the buffer was full" in stop["reason"]
@@ -191,7 +197,7 @@ async def test_what_a_reload_changes_does_not_change_what_was_decided(console: C
     file = store.path / "test.yaml"
     file.write_text(file.read_text().replace("at_least: 0.5", "at_least: 0.99"))
     await asyncio.to_thread(store.reload)
-    _, shown = await console.ask("GET", "/requests/1")
+    _, shown = await console.ask("GET", await console.nth(1))
     watch = next(rule for rule in shown["rules"] if rule["name"] == "watch")
     assert (watch["hit"], watch["condition"]["at_least"]["value"]) == (True, 0.5)
 
@@ -213,11 +219,22 @@ rules:
     engine = FakeEngine(scripts=[script], word_delay_s=0.02)
     async with running(engine), start_console(engine, policy) as console:
         await console.chat(stream=True)
-        _, shown = await console.ask("GET", "/requests/1")
+        _, shown = await console.ask("GET", await console.nth(1))
     course = shown["course"]
     assert [one["tokens"] for one in course] == sorted(one["tokens"] for one in course)
     assert course[0]["scores"]["words"] == 0.0
     assert course[-1]["scores"]["words"] == 1.0
+
+
+FADING = """\
+version: 1
+name: test
+streaming: observe
+detectors:
+  fading: {kind: fading}
+rules:
+"""
+"""What comes before the rules on ``Fading``."""
 
 
 class Fading:
@@ -234,23 +251,20 @@ async def test_a_rule_that_hit_in_a_stream_is_shown_with_the_scores_that_it_hit_
     start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registry.BUILT_IN, "fading", lambda _path: Fading())
-    policy = """\
-version: 1
-name: test
-streaming: observe
-detectors:
-  fading: {kind: fading}
-rules:
+    policy = (
+        FADING
+        + """\
   - {name: high, stage: stream, when: {detector: fading, at_least: 0.5}, action: flag}
   - {name: middle, stage: stream, when: {detector: fading, at_least: 0.2, below: 0.5}, action: flag}
   - {name: never, stage: stream, when: {detector: fading, at_least: 0.95}, action: flag}
   - {name: at-end, stage: output, when: {detector: fading, at_least: 0.5}, action: flag}
 """
+    )
     engine = FakeEngine(scripts=[("a", " secret", " was", " told", " to", " me", ".")], word_delay_s=0.05)
     async with running(engine), start_console(engine, policy) as console:
         await console.chat(stream=True)
-        _, shown = await console.ask("GET", "/requests/1")
-        _, listed = await console.ask("GET", "/requests?after=0")
+        _, shown = await console.ask("GET", await console.nth(1))
+        _, listed = await console.ask("GET", "/requests")
     met = {one["name"]: (one["hit"], one["condition"]["holds"], one["scores"]["fading"]) for one in shown["rules"]}
     assert met == {
         "high": (True, True, 0.9),
@@ -272,8 +286,8 @@ async def test_a_rule_whose_answer_was_generated_again_is_shown_with_the_scores_
     engine = FakeEngine(scripts=[LEAK, ("fine",)])
     async with running(engine), start_console(engine, RETRY) as console:
         await console.chat()
-        _, shown = await console.ask("GET", "/requests/1")
-        _, listed = await console.ask("GET", "/requests?after=0")
+        _, shown = await console.ask("GET", await console.nth(1))
+        _, listed = await console.ask("GET", "/requests")
     assert (listed["requests"][0]["action"], listed["requests"][0]["rules"]) == ("retry", ["leak"])
     leak = next(one for one in shown["rules"] if one["name"] == "leak")
     assert (leak["hit"], leak["decided"], leak["does"], leak["scores"]) == (True, True, "retry", {"text": 1.0})
@@ -284,20 +298,17 @@ async def test_a_rule_that_hits_several_times_has_one_score_and_beside_it_the_an
 ) -> None:
     """``low`` hits at 0.3 and again at 0.9, where ``high``, which is more severe, hits beside it."""
     monkeypatch.setitem(registry.BUILT_IN, "fading", lambda _path: Fading())
-    policy = """\
-version: 1
-name: test
-streaming: observe
-detectors:
-  fading: {kind: fading}
-rules:
+    policy = (
+        FADING
+        + """\
   - {name: low, stage: stream, when: {detector: fading, at_least: 0.2}, action: flag}
   - {name: high, stage: stream, when: {detector: fading, at_least: 0.5}, action: flag, severity: 9}
 """
+    )
     engine = FakeEngine(scripts=[("was", " told", " a", " secret", " again", ".")], word_delay_s=0.05)
     async with running(engine), start_console(engine, policy) as console:
         await console.chat(stream=True)
-        _, shown = await console.ask("GET", "/requests/1")
+        _, shown = await console.ask("GET", await console.nth(1))
     rules = {one["name"]: one for one in shown["rules"]}
     for name, score, asked in (("low", 0.3, 0.2), ("high", 0.9, 0.5)):
         rule, told = rules[name], f"fading {score} >= {asked}"
@@ -346,10 +357,10 @@ async def test_what_the_playground_cannot_run_is_refused(console: Console, chang
 async def test_a_look_inside_reads_every_token_of_prompt_and_answer(console: Console, rows: int) -> None:
     console.engine.token_rows = rows
     _, told = await console.ask("POST", "/playground", RUN | {"policies": ["test"], "prompt": "word " * 200})
-    number = told["runs"][0]["request"]["number"]
-    _, page = await console.ask("GET", f"/requests/{number}")
+    path = f"/requests/{told['runs'][0]['request']['entry']['request_id']}"
+    _, page = await console.ask("GET", path)
     assert page["content"]["answer"] == "The answer is 42."
-    status, seen = await console.ask("POST", f"/requests/{number}/inspection", {})
+    status, seen = await console.ask("POST", f"{path}/inspection", {})
     assert status == 200
     text = "".join(seen["tokens"])
     assert text.startswith("user word word")
@@ -372,7 +383,7 @@ async def test_a_body_without_end_is_not_read(console: Console) -> None:
 
 async def test_nobody_looks_inside_a_request_whose_text_was_not_captured(console: Console) -> None:
     await console.chat()
-    status, body = await console.ask("POST", "/requests/1/inspection", {})
+    status, body = await console.ask("POST", await console.nth(1) + "/inspection", {})
     assert (status, body["error"]["code"]) == (404, "not_found")
     assert "does not allow" in body["error"]["message"]
     assert console.engine.looks == []
@@ -388,26 +399,26 @@ async def test_text_that_a_policy_has_kept_is_shown_as_it_was_kept_and_can_be_lo
         await console.chat(messages=messages, stream=stream)
         (entry,) = await console.entries(1)
         assert entry["captured"] is not None
-        _, page = await console.ask("GET", "/requests/1")
+        _, page = await console.ask("GET", await console.nth(1))
         assert page["content"]["messages"] == [messages[0], {"role": "user", "content": "I like [colour]"}]
         assert page["content"]["answer"] == "The answer is 42."
         assert page["content"]["changes"] == ["taken out before it was kept: colour 1"]
-        status, seen = await console.ask("POST", "/requests/1/inspection", {})
+        status, seen = await console.ask("POST", await console.nth(1) + "/inspection", {})
         assert status == 200
         assert "".join(seen["tokens"]).endswith("I like [colour]The answer is 42.")
         assert seen["changes"] == page["content"]["changes"]
         await console.chat(messages=[{"role": "user", "content": "I like red"}], stream=stream)
         await console.entries(2)
-        assert (await console.ask("POST", "/requests/2/inspection", {}))[1]["changes"] == []
+        assert (await console.ask("POST", await console.nth(2) + "/inspection", {}))[1]["changes"] == []
 
 
 async def test_of_an_answer_alone_there_is_nothing_to_look_into(start_console: StartConsole) -> None:
     async with running(FakeEngine()) as engine, start_console(engine, POLICY + "capture: {answer: true}\n") as console:
         await console.chat()
         await console.entries(1)
-        _, page = await console.ask("GET", "/requests/1")
+        _, page = await console.ask("GET", await console.nth(1))
         assert (page["content"]["messages"], page["content"]["answer"]) == ([], "The answer is 42.")
-        assert (await console.ask("POST", "/requests/1/inspection", {}))[0] == 404
+        assert (await console.ask("POST", await console.nth(1) + "/inspection", {}))[0] == 404
 
 
 async def test_the_calibration_page_has_every_detector_once_with_what_it_scores_now(console: Console) -> None:
@@ -420,6 +431,5 @@ async def test_the_calibration_page_has_every_detector_once_with_what_it_scores_
 
 
 async def test_what_is_not_kept_any_more_is_a_404(console: Console) -> None:
-    for path in ("/requests/1", "/requests/99"):
+    for path in ("/requests/1", "/requests/x", f"/requests/{'0' * 32}"):
         assert (await console.ask("GET", path))[0] == 404
-    assert (await console.ask("GET", "/requests/x"))[0] == 400

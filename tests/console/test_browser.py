@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,6 +48,11 @@ FITS = """
 document.documentElement.scrollWidth <= innerWidth
   && [...document.querySelectorAll('table, dl, ol, ul')].every((one) => one.scrollWidth <= one.clientWidth + 1)
 """
+
+
+def nth(number: int) -> str:
+    """The line of one request, counted from 1 in the order in which they ended; the newest is at the top."""
+    return f"table.requests tbody tr:nth-last-child({number})"
 
 
 class Tab:
@@ -112,23 +118,23 @@ async def test_with_the_keyboard_alone_a_request_is_seen_as_it_ends_and_why(brow
     console.engine.logit = CLEAN
     await console.chat()
     async with opened(browser, console) as tab:
-        await tab.page.wait_for_selector("tr[data-number='1'] .action-allow")
+        await tab.page.wait_for_selector(f"{nth(1)} .action-allow")
         console.engine.logit = BLOCKED
-        await console.chat()
-        await tab.page.wait_for_selector("tr[data-number='2'] .action-block")  # by itself
+        _, headers, _ = await console.chat()
+        await tab.page.wait_for_selector(f"{nth(2)} .action-block")  # by itself
         await tab.press("p")
         console.engine.logit = FLAGGED
         await console.chat()
         await tab.page.wait_for_selector("text=paused; 1 newer")
-        assert await tab.page.locator("tr[data-number='3']").count() == 0
+        assert await tab.page.locator(nth(3)).count() == 0
         await tab.press("p")
-        await tab.page.wait_for_selector("tr[data-number='3']")
+        await tab.page.wait_for_selector(nth(3))
         # Down to the second line, which is the block, and into it.
         await tab.press("j", "j", "Enter")
         await tab.page.wait_for_selector(".rule.decided")
         assert "stop" in await tab.text(".rule.decided")
         assert "0.900" in await tab.text(".rule.decided")
-        assert await tab.page.title() == "Request 2 · mia-guard"
+        assert await tab.page.title() == f"Request {headers['x-guard-request-id'][:8]} · mia-guard"
         outline = "getComputedStyle(document.activeElement).outlineStyle"
         await tab.press("Tab")
         assert await tab.page.evaluate(outline) != "none"
@@ -142,6 +148,91 @@ async def test_with_the_keyboard_alone_a_request_is_seen_as_it_ends_and_why(brow
         await tab.press("1")
         await tab.page.click(".chip.action-block")
         assert await tab.page.locator("tbody tr").count() == 1
+
+
+async def test_who_works_with_the_keyboard_stays_where_they_are_while_requests_come(
+    browser: Any, console: Console
+) -> None:
+    for logit in (BLOCKED, CLEAN, BLOCKED, FLAGGED):
+        console.engine.logit = logit
+        await console.chat()
+    focused = "document.activeElement.textContent"
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector(nth(4))
+        await tab.press("f")
+        assert await tab.page.evaluate(focused) == "block2"
+        console.engine.logit = CLEAN
+        await console.chat()
+        await tab.page.wait_for_selector(nth(5))
+        assert await tab.page.evaluate(focused) == "block2"
+        # From one request to the next means of those that are listed.
+        await tab.press("Enter", "j", "Enter")
+        await tab.page.wait_for_selector("h1 .action-block")
+        first = await tab.text("dl.facts div:last-child dd")
+        await tab.press("j")
+        await tab.page.wait_for_selector(f"dl.facts:not(:has-text('{first}'))")
+        assert await tab.text("h1") == "block"
+        await tab.press("2")
+        await tab.page.wait_for_selector("form.playground")
+        # The first stop of all passes over the bar, and stays in the view.
+        await tab.page.focus(".skip")
+        await tab.press("Enter")
+        assert await tab.page.evaluate("document.activeElement.id") == "main"
+        assert await tab.page.locator("form.playground").count() == 1
+        # What was looked into can be gone along at once.
+        await tab.page.fill("[name=prompt]", "a few words")
+        await tab.press("Control+Enter")
+        await tab.page.click(".outcome a")
+        await tab.page.wait_for_selector(".message")
+        await tab.press("i")
+        await tab.page.wait_for_selector(".tokens .token.at")
+        before = await tab.text(".readout")
+        await tab.press("ArrowLeft")
+        assert await tab.text(".readout") != before
+
+
+async def test_a_list_goes_back_to_the_line_that_was_looked_at(browser: Any, console: Console) -> None:
+    for _ in range(60):
+        await console.chat()
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector(nth(60))
+        await tab.press(*["j"] * 50)
+        next_ = "document.activeElement.closest('tr').nextElementSibling.dataset.id"
+        id_ = await tab.page.evaluate(next_)
+        await tab.press("Enter")
+        await tab.page.wait_for_selector("dl.facts")
+        assert await tab.page.evaluate("scrollY") == 0
+        await tab.press("j")
+        await tab.page.wait_for_selector(f"dl.facts:has-text('{id_}')")
+        await tab.press("Escape")
+        await tab.page.wait_for_selector(f"tr[data-id='{id_}'] a:focus")
+        assert await tab.page.evaluate("scrollY") > 0
+
+
+async def test_a_page_that_stays_open_says_when_a_change_of_the_policies_is_refused(
+    browser: Any, console: Console
+) -> None:
+    await console.chat()
+    file = console.services.policies.path / "test.yaml"
+    good = file.read_text()
+    async with opened(browser, console, PHONE) as tab:
+        await tab.page.clock.install()
+        await tab.page.reload()
+        await tab.page.wait_for_selector(nth(1))
+        for text, refused in ((good + "nonsense: 1\n", True), (good, False)):
+            file.write_text(text)
+            await asyncio.to_thread(console.services.policies.reload)
+            await tab.page.clock.fast_forward(11_000)
+            await tab.page.wait_for_selector("#alert:has-text('test.yaml')", state="visible" if refused else "detached")
+            assert await tab.page.locator("#alert").is_visible() == refused
+            assert await tab.fits()
+
+
+async def test_why_a_request_was_refused_is_in_the_list(browser: Any, console: Console) -> None:
+    assert (await console.post(headers={"authorization": "Bearer guessed"}))[0] == 401
+    async with opened(browser, console) as tab:
+        await tab.page.wait_for_selector(nth(1))
+        assert await tab.text(f"{nth(1)} .named") == "refused: invalid api key"
 
 
 BESIDE = """
@@ -159,9 +250,9 @@ async def test_no_score_is_rounded_to_1_or_onto_its_threshold(browser: Any, cons
     pairs = [(random.random(), random.random()) for _ in range(100)]
     pairs += [(one, min(1.0, one + 10 ** -random.uniform(2, 15))) for one, _ in pairs] + [(0.5, 0.5), (1.0, 1.0)]
     async with opened(browser, console) as tab:
-        await tab.page.wait_for_selector("tr[data-number='1']")
-        assert "0.9999" in await tab.text("tr[data-number='1'] .score .number")
-        await tab.page.click("tr[data-number='1']")
+        await tab.page.wait_for_selector(nth(1))
+        assert "0.9999" in await tab.text(f"{nth(1)} .score .number")
+        await tab.page.click(nth(1))
         await tab.page.wait_for_selector(".rule.decided")
         for place in (".rule.decided .asked b", ".detectors b"):
             assert await tab.text(place) == "0.9999"
@@ -176,9 +267,9 @@ async def test_what_clients_write_is_text_and_a_prompt_is_tried_and_looked_into(
         await console.chat(model=attack)
     console.engine.logit = BLOCKED
     async with opened(browser, console) as tab:
-        await tab.page.wait_for_selector(f"tr[data-number='{len(ATTACKS)}']")
-        assert ATTACKS[0] in await tab.text("tr[data-number='1'] td.model")
-        await tab.page.evaluate("location.hash = '/requests/2'")
+        await tab.page.wait_for_selector(nth(len(ATTACKS)))
+        assert ATTACKS[0] in await tab.text(f"{nth(1)} td.model")
+        await tab.page.click(nth(2))
         await tab.page.wait_for_selector("dl.facts")
         assert ATTACKS[1] in await tab.text("dl.facts")
         await tab.press("2")
@@ -217,7 +308,7 @@ async def test_values_of_a_text_that_was_changed_are_said_to_be_of_another(
         await console.entries(2)
         async with opened(browser, console) as tab:
             for number, changed in ((1, 1), (2, 0)):
-                await tab.page.click(f"tr[data-number='{number}']")
+                await tab.page.click(nth(number))
                 await tab.page.click("button:has-text('Look inside')")
                 await tab.page.wait_for_selector(".tokens")
                 assert await tab.page.locator("text=Not the text that was judged (taken out").count() == changed
@@ -245,9 +336,9 @@ async def test_more_requests_than_a_table_begins_with_are_shown_when_somebody_as
         await console.chat()
     async with opened(browser, console) as tab:
         await tab.page.wait_for_selector("text=270 requests")
-        assert await tab.page.locator("tr[data-number]").count() == 250
+        assert await tab.page.locator("tr[data-id]").count() == 250
         await tab.page.click("text=20 older requests: show more")
-        await tab.page.wait_for_selector("tr[data-number='1']")
+        await tab.page.wait_for_selector(nth(270))
         assert not await tab.page.locator("button.more").is_visible()
 
 
@@ -256,13 +347,13 @@ async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: 
     await console.chat(model="a-model-with-a-rather-long-name-" * 4)
     for size, scheme in ((DESK, "dark"), (PHONE, "light")):
         async with opened(browser, console, size, scheme) as tab:
-            await tab.page.wait_for_selector("tr[data-number='1']")
+            await tab.page.wait_for_selector(nth(1))
             paper = await tab.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
             bright = sum(int(part) for part in paper.removeprefix("rgb(").removesuffix(")").split(","))
             assert (bright < 384) == (scheme == "dark")
             assert await tab.fits()
             assert await tab.page.evaluate(CUT) == []
-            await tab.page.click("tr[data-number='1']")
+            await tab.page.click(nth(1))
             await tab.page.wait_for_selector(".rules")
             assert await tab.fits()
             for key, selector in (("2", "form.playground"), ("3", ".calibration")):
@@ -271,7 +362,9 @@ async def test_it_fits_a_desk_and_a_phone_in_both_themes(browser: Any, console: 
                 assert await tab.fits()
 
 
-async def test_every_figure_of_a_real_calibration_is_seen_on_a_phone(browser: Any, start_console: StartConsole) -> None:
+async def test_every_score_and_figure_of_a_real_policy_is_seen_on_phones_and_tablets(
+    browser: Any, start_console: StartConsole
+) -> None:
     policy = default_policy().read_text().replace("name: default", "name: test")
     real: dict[str, Any] = {"config_key": "SmolLM2-135M-Instruct", "model_configs": data_folder("model_configs")}
     async with (
@@ -279,8 +372,11 @@ async def test_every_figure_of_a_real_calibration_is_seen_on_a_phone(browser: An
         start_console(engine, policy, **real) as console,
     ):
         await console.chat()
-        async with opened(browser, console, PHONE) as tab:
-            await tab.press("3")
-            await tab.page.wait_for_selector(".calibration .figures")
-            assert await tab.page.locator(".figures tbody tr").count() > 6
-            assert await tab.fits()
+        for width in (320, PHONE["width"], 720):
+            async with opened(browser, console, {**PHONE, "width": width}) as tab:
+                await tab.page.wait_for_selector(nth(1))
+                assert await tab.fits()
+                await tab.press("3")
+                await tab.page.wait_for_selector(".calibration .figures")
+                assert await tab.page.locator(".figures tbody tr").count() > 6
+                assert await tab.fits()

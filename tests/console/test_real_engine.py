@@ -30,8 +30,8 @@ async def test_the_value_at_the_prompts_last_token_is_the_score_and_attention_is
         _, told = await console.ask("POST", "/playground", asked)
         blocked, answered = told["runs"]
         assert (blocked["request"]["entry"]["action"], answered["status"]) == ("block", 200)
-        number = answered["request"]["number"]
-        status, seen = await console.ask("POST", f"/requests/{number}/inspection", {})
+        id_ = answered["request"]["entry"]["request_id"]
+        status, seen = await console.ask("POST", f"/requests/{id_}/inspection", {})
     assert status == 200
     begins, tokens = seen["answer_from"], seen["tokens"]
     assert ATTACK in "".join(tokens[:begins])

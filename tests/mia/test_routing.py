@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from guard.mia import assembly
-from guard.mia.assembly import Asked
+from guard.mia.assembly import Asked, Waiting
 from guard.mia.buffers import AttentionShape, StepLimits, TapBuffers
 from guard.mia.engine_config import EngineConfig
-from guard.mia.inbox import Inbox, Waiting
+from guard.mia.inbox import Inbox
 from guard.mia.ops import LEAST_RELATIVE_NORM, MASS_WORDS, MassEntry
 from guard.mia.plan import BatchView, RequestPlan
 from guard.mia.probes import ProbeBank

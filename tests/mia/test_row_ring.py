@@ -97,8 +97,8 @@ def test_another_process_reads_them_and_nobody_once_the_worker_has_let_go() -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == str(rows(5, 7)[1:4].float().tolist())
     with pytest.raises(OSError, match="another process"):
-        RingReader(replace(address, path=address.path.partition("#")[0] + "#1"))
+        taken(replace(address, path=address.path.partition("#")[0] + "#1"), [begin])
     del memory
     gc.collect()
     with pytest.raises(OSError, match=r"No such file|another process"):
-        RingReader(address)
+        taken(address, [begin])

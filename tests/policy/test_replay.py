@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from detectors.base import Score
 from guard.policy import BoundPolicy, load_policy
 from guard.policy.explain import explain, explain_record
-from guard.policy.recorded import PLAYGROUND, Recorded, find_request, read_ledger
+from guard.policy.recorded import Recorded, find_request, read_ledger
 from guard.policy.replay import Replayed, RuleAlone, replay
 from guard.policy.replay_summary import summary
+from guard.policy.selection import PLAYGROUND
 from guard.policy.way import way_of
 from guard.telemetry.ledger_reader import LedgerReadError
 from guard.telemetry.record import Beside, RequestRecord

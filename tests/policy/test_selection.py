@@ -108,6 +108,8 @@ def test_two_assignments_draw_different_requests() -> None:
         ({"match": {"headers": {"authorization": ["Bearer x"]}}}, "holds a secret"),
         ({"match": {"headers": {"X-Profile": ["x"]}}}, "pattern"),
         ({"percent": 101}, "less than or equal to 100"),
+        # Its requests would be taken for the playground's: replay leaves those out.
+        ({"name": "console"}, "console's playground"),
     ],
 )
 def test_mistakes_are_refused(fields: dict[str, Any], reason: str) -> None:

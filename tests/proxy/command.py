@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import yaml
 
 from guard.machine import free_port
@@ -44,6 +45,12 @@ class Running:
 
     def outcomes(self) -> list[str]:
         return [json.loads(line)["outcome"] for line in self.ledger.read_text().splitlines()]
+
+
+def spawned(proxy: Running) -> list[psutil.Process]:
+    """Its workers."""
+    children = psutil.Process(proxy.process.pid).children()
+    return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
 
 
 @contextlib.asynccontextmanager

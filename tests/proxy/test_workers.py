@@ -18,7 +18,7 @@ from guard.machine import free_port
 from guard.metrics_folder import metrics_folder
 from guard.proxy.keys import Limits, NewKey, create_key
 from guard.telemetry.ledger_check import check
-from tests.proxy.command import START_LIMIT_S, guard_proxy
+from tests.proxy.command import START_LIMIT_S, guard_proxy, spawned
 from tests.proxy.conftest import BODY, POLICY
 from tests.proxy.engine import FakeEngine, running
 
@@ -33,8 +33,7 @@ async def test_several_workers_are_one_proxy(tmp_path: Path) -> None:
     options = ("--workers", "2", "--keys", str(keys), "--admin-port", str(admin_port))
     engine = FakeEngine(word_delay_s=0.05)
     async with running(engine), guard_proxy(tmp_path, engine, *options) as proxy:
-        workers = psutil.Process(proxy.process.pid).children()
-        workers = [one for one in workers if "spawn_main" in " ".join(one.cmdline())]
+        workers = spawned(proxy)
         assert len(workers) == 2
 
         async def ask() -> None:

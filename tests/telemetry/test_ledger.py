@@ -16,15 +16,20 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from guard.cli import app
+from guard.machine import free_port
 from guard.telemetry import ledger as ledger_module
 from guard.telemetry import ledger_check, ledger_file
+from guard.telemetry.chain import Secret
 from guard.telemetry.content import file_of
-from guard.telemetry.ledger import Ledger, LedgerError
+from guard.telemetry.ledger import Ledger, LedgerError, check_writable
 from guard.telemetry.ledger_check import check
 from guard.telemetry.ledger_file import Keeping, LedgerFile
 from guard.telemetry.ledger_files import content_folder, head_path, rotated_files
-from guard.telemetry.ledger_reader import LedgerReadError
+from guard.telemetry.ledger_reader import LedgerReadError, entries
 
 
 class Results(Counter[str]):
@@ -105,9 +110,67 @@ def test_others_on_the_machine_cannot_read_it(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) & stat.S_IRWXO == 0
 
 
+def start(folder: Path) -> Result:
+    """``guard proxy`` with a ledger in this folder, which at the latest ends for its keys."""
+    keys = ["--keys", str(folder.with_name("no-keys.yaml"))]
+    arguments = ["proxy", "--port", str(free_port()), "--ledger", str(folder / "ledger.jsonl"), *keys]
+    return CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
+
+
 def test_a_file_that_cannot_be_opened_stops_the_start_and_the_message_names_it(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=rf"{tmp_path} cannot be written: Is a directory.*--ledger"):
         Ledger(tmp_path).__enter__()
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "ledger-000000000017.jsonl"])
+@pytest.mark.parametrize(
+    "there", [b"Nov 30 12:00:00 host app: started\n", b'{"level":"info"}\n{"level":"warn"}\n', b"\x00\xff"]
+)
+def test_a_file_of_something_else_stops_the_first_start_and_stays_as_it_is(
+    tmp_path: Path, name: str, there: bytes
+) -> None:
+    (tmp_path / name).write_bytes(there)
+    ended = start(tmp_path)
+    assert ended.exit_code == 1
+    assert f"{tmp_path / name} is there already, and is no ledger" in ended.output
+    assert "--ledger" in ended.output
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [(name, there)]
+
+
+@pytest.mark.parametrize("there", [None, b"", b"\n"])
+@pytest.mark.parametrize("head", ["kept", "gone", "of another key"])
+def test_a_ledger_goes_on_at_every_start_whatever_became_of_its_head(
+    tmp_path: Path, there: bytes | None, head: str
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    if there is not None:
+        path.write_bytes(there)
+    keeping = Keeping(max_bytes=1)
+    for number in range(3):
+        check_writable(path)
+        secret = Secret.of(f"a secret of start {number}") if head == "of another key" else None
+        with Ledger(path, secret=secret, keeping=keeping) as ledger:
+            ledger.append({"request_id": f"r-{number}"})
+        with path.open("ab") as file:
+            file.write(b'{"request_id":"half')
+        if head == "gone":
+            head_path(path).unlink()
+    assert [entry["request_id"] for entry in entries(path) if entry is not None] == ["r-0", "r-1", "r-2"]
+
+
+def test_entries_that_are_there_before_the_first_start_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"request_id":"r"}\n')
+    check_writable(path)
+    with Ledger(path) as ledger:
+        ledger.append({"request_id": "s"})
+    check_writable(path)
+    assert [
+        one.getMessage() for one in caplog.records if "begins with entries that are in no chain" in one.getMessage()
+    ]
+    assert len(caplog.records) == 1
 
 
 def test_while_the_disk_refuses_entries_what_is_due_to_go_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

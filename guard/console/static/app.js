@@ -11,6 +11,10 @@ import { store } from "./store.js";
 const bar = document.getElementById("bar");
 const main = document.getElementById("main");
 const help = document.getElementById("help");
+const alert_ = document.getElementById("alert");
+const policy = h("span", { class: "policy soft" });
+
+const TOLD_EVERY_MS = 10_000;
 
 const VIEWS = [
   ["/requests", "Requests", "1"],
@@ -39,10 +43,10 @@ const go = (path) => { location.hash = path; };
 function route() {
   if (!signedIn) return;
   const path = location.hash.slice(1) || "/requests";
-  const number = /^\/requests\/(\d+)$/.exec(path)?.[1];
+  const id = /^\/requests\/([0-9a-f]+)$/.exec(path)?.[1];
   view?.leave();
   const context = { go, fail };
-  if (number !== undefined) view = requestView(main, context, Number(number));
+  if (id !== undefined) view = requestView(main, context, id);
   else if (path === "/playground") view = playgroundView(main, context);
   else if (path === "/calibration") view = calibrationView(main, context);
   else view = requestsView(main, context);
@@ -52,7 +56,7 @@ function route() {
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  if (number === undefined || path !== "/requests") window.scrollTo(0, 0);
+  if (view.title !== "Requests") window.scrollTo(0, 0); // the list goes to the line that was looked at
 }
 
 /** What a view shows when it cannot show itself. */
@@ -61,21 +65,32 @@ function fail(error, root) {
   show(root, h("p", { class: "state", role: "alert" }, error.message));
 }
 
-function drawBar(overview) {
+/** What counts now. A page stays open for days, so it is asked again and again. */
+function tell(overview) {
+  show(policy, overview.workers > 1 && `${overview.workers} workers, `, overview.default);
+  const told = overview.policies_error ? `A change of the policies is not in force, those before it are: ${overview.policies_error}` : "";
+  if (alert_.textContent !== told) show(alert_, told);
+}
+
+function drawBar() {
   show(
     bar,
     h("a", { class: "mark", href: "#/requests" }, "mia-guard"),
     h("nav", { "aria-label": "Views" }, VIEWS.map(([path, name, key]) => h("a", { href: `#${path}`, "aria-keyshortcuts": key }, name))),
     h("span", { class: "space" }),
-    h("span", { class: "policy soft" }, overview.workers > 1 && h("span", { title: "Each process keeps its own requests; this is the first one's page" }, `1 of ${overview.workers} workers, `), overview.default, overview.policies_error && h("b", { title: overview.policies_error }, " policy not reloaded")),
+    policy,
     h("button", { type: "button", class: "quiet", "aria-label": "Keyboard shortcuts", on: { click: () => help.showModal() } }, "?"),
     h("button", { type: "button", class: "quiet", on: { click: leave } }, "Sign out"),
   );
 }
 
 async function leave() {
-  await signOut().catch(() => null);
-  showSignIn();
+  try {
+    await signOut();
+    location.reload(); // with all that was written or looked at: somebody else may sign in
+  } catch {
+    showSignIn("The guard does not answer: the session goes on there until it ends by itself.");
+  }
 }
 
 function showSignIn(message = "") {
@@ -86,12 +101,14 @@ function showSignIn(message = "") {
   view = null;
   document.title = "Sign in · mia-guard";
   show(bar);
+  show(alert_);
   const field = h("input", { type: "password", name: "key", autocomplete: "current-password", required: true, "aria-describedby": "about" });
   const status = h("p", { class: "state", role: "alert" }, message);
   const form = h(
     "form",
     { class: "sign-in", on: { submit } },
     h("h1", {}, "mia-guard"),
+    h("input", { hidden: true, name: "user", autocomplete: "username", value: "admin" }), // for stores of passwords
     h("label", {}, "Admin key", field),
     h("button", { type: "submit", class: "main" }, "Sign in"),
     status,
@@ -115,7 +132,8 @@ function showSignIn(message = "") {
 async function begin() {
   const overview = await get("/overview");
   signedIn = true;
-  drawBar(overview);
+  drawBar();
+  tell(overview);
   store.start();
   route();
 }
@@ -143,6 +161,12 @@ document.addEventListener("keydown", (event) => {
 });
 
 window.addEventListener("hashchange", route);
+setInterval(() => signedIn && get("/overview").then((overview) => signedIn && tell(overview), () => null), TOLD_EVERY_MS);
+// Not as a link, which would be another view's.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
 store.addEventListener("signed-out", () => showSignIn("The session is over."));
 drawHelp();
 signedInHere()

@@ -86,7 +86,7 @@ function outcome({ status, answer, error, request }) {
   return h(
     "section",
     { class: "outcome" },
-    h("div", { class: "head" }, h("h2", {}, entry.policy), actionBadge(entry.action), h("span", { class: "soft number" }, `${status}, ${ms(entry.timings_ms.total)}`), h("a", { href: `#/requests/${request.number}` }, "look inside")),
+    h("div", { class: "head" }, h("h2", {}, entry.policy), actionBadge(entry.action), h("span", { class: "soft number" }, `${status}, ${ms(entry.timings_ms.total)}`), h("a", { href: `#/requests/${entry.request_id}` }, "look inside")),
     h("p", { class: "why" }, entry.rule ? [h("strong", {}, entry.rule), ": ", entry.reason] : (entry.reason ?? "")),
     h("blockquote", { class: error ? "error" : "" }, error ?? (answer || "(an empty answer)")),
     h("h3", {}, "Scores"),

@@ -5,25 +5,25 @@ import { lines, track, waterfall } from "./charts.js";
 import { h, show } from "./dom.js";
 import { moment, ms, score } from "./format.js";
 import { heatMap } from "./heat.js";
-import { actionBadge } from "./requests.js";
+import { actionBadge, listedIds, lookAt } from "./requests.js";
 import { ruleList } from "./rules.js";
-import { store } from "./store.js";
 
-export function requestView(root, { go, fail }, number) {
+export function requestView(root, { go, fail }, id) {
   let gone = false;
   let look = () => {};
+  lookAt(id);
   show(root, h("p", { class: "state" }, "…"));
-  get(`/requests/${number}`)
+  get(`/requests/${id}`)
     .then((found) => !gone && (look = draw(root, found)))
     .catch((error) => !gone && fail(error, root));
 
   const beside = (by) => {
-    const numbers = store.requests.map((one) => one.number);
-    const next = numbers[numbers.indexOf(number) + by];
+    const ids = listedIds();
+    const next = ids[ids.indexOf(id) + by];
     if (next !== undefined) go(`/requests/${next}`);
   };
   return {
-    title: `Request ${number}`,
+    title: `Request ${id.slice(0, 8)}`,
     keys: { Escape: () => go("/requests"), j: () => beside(1), k: () => beside(-1), i: () => look() },
     leave() {
       gone = true;
@@ -32,7 +32,6 @@ export function requestView(root, { go, fail }, number) {
 }
 
 /** The scores that a page has, by detector. */
-
 export function detectorList(detectors) {
   return h(
     "ul",
@@ -156,9 +155,11 @@ function drawText(section, request) {
     show(status, "the model reads it once more …");
     const began = performance.now();
     try {
-      const found = await post(`/requests/${request.number}/inspection`, {});
+      const found = await post(`/requests/${request.entry.request_id}/inspection`, {});
       const thresholds = Object.fromEntries(request.detectors.map((one) => [one.name, one.thresholds]));
       show(place, heatMap(found, thresholds));
+      place.querySelector(".tokens").focus({ preventScroll: true }); // arrow keys move along them
+      place.scrollIntoView({ block: "nearest" });
       show(status, `read again in ${ms(performance.now() - began)}${CHANGED[request.entry.action] ?? ""}`);
       button.hidden = true;
     } catch (error) {

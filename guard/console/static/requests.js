@@ -11,7 +11,27 @@ const ROWS = 250; // shown at first, and more at each wish: a thousand rows draw
 // What somebody chose stays while the page is open, whatever else is looked at in between.
 const chosen = { actions: new Set(), policy: "", detector: "", paused: null, at: null, rows: ROWS };
 
+store.addEventListener("cleared", () => Object.assign(chosen, { paused: null, at: null }));
+
+/** How it ended, and why where that says more. */
+const ended = ({ outcome, error_code: code }) => [outcome, code !== outcome && code].filter(Boolean).join(": ").replaceAll("_", " ");
+
 export const actionBadge = (action) => h("span", { class: `action action-${action}` }, action);
+
+const fits = (one) =>
+  (chosen.actions.size === 0 || chosen.actions.has(one.action)) &&
+  (chosen.policy === "" || one.policy === chosen.policy) &&
+  (chosen.detector === "" || chosen.detector in one.scores);
+
+const all = () => chosen.paused?.requests ?? store.requests;
+
+/** Ids of the requests in the list as it is filtered, the newest first. */
+export const listedIds = () => all().filter(fits).map((one) => one.request_id);
+
+/** The line that the list goes back to. */
+export const lookAt = (id) => { chosen.at = id; };
+
+const workers = (numbers) => (numbers.length === 1 ? `Worker ${numbers[0]} does` : `Workers ${numbers.join(", ")} do`);
 
 export function requestsView(root, { go }) {
   const chips = h("div", { class: "chips", role: "group", "aria-label": "Actions" });
@@ -50,7 +70,7 @@ export function requestsView(root, { go }) {
   }
 
   function toggle() {
-    chosen.paused = chosen.paused === null ? [...store.requests] : null;
+    chosen.paused = chosen.paused === null ? { requests: [...store.requests], count: store.count } : null;
     draw();
   }
 
@@ -59,55 +79,53 @@ export function requestsView(root, { go }) {
     draw();
   }
 
-  const fits = (one) =>
-    (chosen.actions.size === 0 || chosen.actions.has(one.action)) &&
-    (chosen.policy === "" || one.policy === chosen.policy) &&
-    (chosen.detector === "" || chosen.detector in one.scores);
-
   function draw() {
-    const all = chosen.paused ?? store.requests;
-    const found = all.filter(fits);
-    const counts = Object.groupBy ? Object.groupBy(all, (one) => one.action) : {};
+    const told = all();
+    const found = told.filter(fits);
+    const count = (action) => told.filter((one) => one.action === action).length;
+    const chip = document.activeElement?.dataset.action;
     show(
       chips,
-      ACTIONS.filter((name) => counts[name] || chosen.actions.has(name)).map((name) =>
+      ACTIONS.filter((name) => count(name) > 0 || chosen.actions.has(name)).map((name) =>
         h(
           "button",
-          { type: "button", class: `chip action-${name}`, "aria-pressed": String(chosen.actions.has(name)), on: { click: () => choose(name) } },
+          { type: "button", class: `chip action-${name}`, "data-action": name, "aria-pressed": String(chosen.actions.has(name)), on: { click: () => choose(name) } },
           name,
-          h("span", { class: "number" }, counts[name]?.length ?? 0),
+          h("span", { class: "number" }, count(name)),
         ),
       ),
     );
-    policies.fill(all.map((one) => one.policy));
-    detectors.fill(all.flatMap((one) => Object.keys(one.scores)));
+    if (chip) chips.querySelector(`[data-action="${CSS.escape(chip)}"]`)?.focus({ preventScroll: true });
+    policies.fill(told.map((one) => one.policy));
+    detectors.fill(told.flatMap((one) => Object.keys(one.scores)));
     show(pause, chosen.paused === null ? "Pause" : "Go on");
     pause.setAttribute("aria-pressed", String(chosen.paused !== null));
-    const missed = chosen.paused === null ? 0 : store.newest - (chosen.paused[0]?.number ?? 0);
+    const missed = chosen.paused === null ? 0 : store.count - chosen.paused.count;
     show(
       state,
       h("i", { class: chosen.paused === null && store.reached ? "dot live" : "dot" }),
       !store.reached
         ? "The guard does not answer; trying again."
-        : all.length === 0
+        : told.length === 0
           ? "Nothing yet. Requests show up here when they end."
-          : `${plural(found.length, "request")}${found.length < all.length ? ` of ${all.length}` : ""}${chosen.paused ? `, paused; ${missed} newer` : ""}`,
+          : `${plural(found.length, "request")}${found.length < told.length ? ` of ${told.length}` : ""}${chosen.paused ? `, paused; ${missed} newer` : ""}`,
+      store.missing.length > 0 && h("b", {}, `. ${workers(store.missing)} not answer; requests that ended there may be missing. The ledger has them.`),
     );
-    const focused = document.activeElement?.closest("tr")?.dataset.number;
+    const focused = document.activeElement?.closest("tr")?.dataset.id;
     show(body, found.slice(0, chosen.rows).map(row));
     more.hidden = found.length <= chosen.rows;
     show(more, `${plural(found.length - chosen.rows, "older request")}: show more`);
-    if (focused) body.querySelector(`tr[data-number="${CSS.escape(focused)}"] a`)?.focus({ preventScroll: true });
+    if (focused) body.querySelector(`tr[data-id="${CSS.escape(focused)}"] a`)?.focus({ preventScroll: true });
   }
 
   function row(one) {
     const scores = Object.entries(one.scores).filter(([name]) => chosen.detector === "" || name === chosen.detector);
     return h(
       "tr",
-      { "data-number": one.number, class: chosen.at === one.number && "at", on: { click: () => go(`/requests/${one.number}`) } },
-      h("td", { class: "time" }, h("a", { href: `#/requests/${one.number}`, on: { focus: () => mark(one.number) } }, clock(one.time))),
+      { "data-id": one.request_id, class: chosen.at === one.request_id && "at", on: { click: () => go(`/requests/${one.request_id}`) } },
+      h("td", { class: "time" }, h("a", { href: `#/requests/${one.request_id}`, on: { focus: () => mark(one.request_id) } }, clock(one.time))),
       h("td", {}, actionBadge(one.action), one.would !== one.action && one.would !== "none" && h("span", { class: "would", title: "with the shadow rules enforced" }, ` would ${one.would}`)),
-      h("td", { class: "named" }, one.rules.join(", ") || (one.outcome === "completed" ? "" : h("span", { class: "soft" }, one.outcome.replaceAll("_", " ")))),
+      h("td", { class: "named" }, one.rules.join(", ") || (one.outcome === "completed" ? "" : h("span", { class: "soft" }, ended(one)))),
       h(
         "td",
         { class: "scores" },
@@ -122,15 +140,15 @@ export function requestsView(root, { go }) {
     );
   }
 
-  function mark(number) {
-    chosen.at = number;
-    for (const one of body.rows) one.classList.toggle("at", one.dataset.number === String(number));
+  function mark(id) {
+    chosen.at = id;
+    for (const one of body.rows) one.classList.toggle("at", one.dataset.id === id);
   }
 
   function move(by) {
     const links = [...body.querySelectorAll("td.time a")];
     if (links.length === 0) return;
-    const now = links.findIndex((one) => one.closest("tr").dataset.number === String(chosen.at));
+    const now = links.findIndex((one) => one.closest("tr").dataset.id === chosen.at);
     links[Math.min(links.length - 1, Math.max(0, now < 0 ? 0 : now + by))].focus();
   }
 

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 
-const MOST = 1200; // what the proxy keeps: a thousand that a policy judged, 200 others
+const MOST = 1200; // what a process keeps: a thousand that a policy judged, 200 others
 const WAIT_S = 20;
 const AGAIN_MS = 2000;
 const BETWEEN_MS = 400; // however many requests end meanwhile
@@ -11,8 +11,10 @@ const pause = (duration) => new Promise((done) => setTimeout(done, duration));
 
 export class Store extends EventTarget {
   requests = []; // the newest first
-  newest = 0;
+  count = 0; // of all that were ever told of
   reached = true;
+  missing = []; // worker processes that did not answer
+  #cursor = "";
   #stop = null;
 
   start() {
@@ -29,14 +31,17 @@ export class Store extends EventTarget {
   /** Forget everything: somebody else may sign in. */
   clear() {
     this.requests = [];
-    this.newest = 0;
+    this.count = 0;
+    this.missing = [];
+    this.#cursor = "";
+    this.dispatchEvent(new Event("cleared"));
   }
 
   async #follow(signal) {
     let wait = 0; // the first answer comes at once
     while (!signal.aborted) {
       try {
-        const told = await get(`/requests?after=${this.newest}&wait_s=${wait}`, signal);
+        const told = await get(`/requests?after=${this.#cursor}&wait_s=${wait}`, signal);
         wait = WAIT_S;
         this.#take(told);
         if (!told.more) await pause(BETWEEN_MS);
@@ -49,18 +54,19 @@ export class Store extends EventTarget {
     }
   }
 
-  #take({ newest, requests }) {
-    this.#reached(true);
-    if (newest < this.newest) this.requests = []; // the proxy was started again
-    this.newest = newest;
+  #take({ cursor, missing, requests }) {
+    this.#reached(true, missing);
+    this.#cursor = cursor;
     if (requests.length === 0) return;
+    this.count += requests.length;
     this.requests = [...requests.reverse(), ...this.requests].slice(0, MOST);
     this.dispatchEvent(new Event("requests"));
   }
 
-  #reached(now) {
-    if (now === this.reached) return;
+  #reached(now, missing = []) {
+    if (now === this.reached && missing.join() === this.missing.join()) return;
     this.reached = now;
+    this.missing = missing;
     this.dispatchEvent(new Event("reached"));
   }
 }
