@@ -8,7 +8,7 @@ reads. Lives in the front end, where it keeps no engine waiting; never touches v
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -18,7 +18,7 @@ import numpy as np
 
 from guard.mia.growing import GrowingRows, RowSum
 from guard.mia.ops import HELD_BACK, SHUT
-from guard.mia.plan import RequestPlan, RowChunk, StepLayout
+from guard.mia.plan import Base, RequestPlan, RowChunk, SteerChunk, StepLayout
 from guard.mia.record import StepRecord
 from guard.mia.results import (
     AttentionReadout,
@@ -48,6 +48,10 @@ SETTLE_STEPS = 64
 SETTLE_PART = 4
 """And before a fourth of the ring holds rows that wait. At every step a few requests have their turn, so that no step
 costs much more than another."""
+
+
+OWN = Base()
+"""Of a plan that is for one step alone."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +139,6 @@ class Run:
         values: FloatArray = np.stack([record.values for record in self.records])
         return values
 
-    @cached_property
-    def places(self) -> Places | None:
-        """In the ring, of each step's first row; None when a step's rows found no space."""
-        places = [record.hidden for record in self.records]
-        return None if None in places else np.asarray(places, np.int64)
-
     @property
     def layout(self) -> StepLayout:
         return self.records[0].layout
@@ -149,6 +147,42 @@ class Run:
     def offset(self) -> int:
         """Of the first step."""
         return self.records[0].offset
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Runs in which a request has one plan, put together once for all that it reads: more than one where the plan
+    stands for many steps. bases: of each run."""
+
+    plan: RequestPlan
+    runs: list[Run]
+    bases: list[Base]
+
+    @property
+    def start(self) -> int:
+        """The token that the plan counts from in the first step."""
+        return self.bases[0].token + self.runs[0].offset
+
+    @property
+    def steps(self) -> int:
+        return sum(len(run.records) for run in self.runs)
+
+    @cached_property
+    def places(self) -> Places | None:
+        """In the ring, of the slot that the plan counts from in each step; None when a step's rows found no space."""
+        places = [
+            None if record.hidden is None else record.hidden + base.slot - run.layout.sent[0]
+            for run, base in zip(self.runs, self.bases, strict=True)
+            for record in run.records
+        ]
+        return None if None in places else np.asarray(places, np.int64)
+
+    def doses(self, chunk: SteerChunk) -> list[FloatArray]:
+        """Those of tokens that no step had steered before."""
+        return [
+            run.doses[:, base.dose + chunk.fresh : base.dose + chunk.end].reshape(-1)
+            for run, base in zip(self.runs, self.bases, strict=True)
+        ]
 
 
 @dataclass
@@ -267,10 +301,8 @@ class Assembler:
         self.requests[request_id] = gathered
         wanted: dict[str, Wanted] = {}
         doses: dict[int, list[FloatArray]] = defaultdict(list)
-        for run in self._runs_from(gathered.next_record):
-            one = run.layout.requests.get(request_id)
-            if one is not None:
-                _put(gathered, request_id, one, run, wanted, doses)
+        for stretch in _stretches(self._runs_from(gathered.next_record), request_id):
+            _put(gathered, request_id, stretch, wanted, doses)
         for i, parts in doses.items():
             gathered.steering[i] = _with_doses(gathered.steering[i], np.concatenate(parts), self._dose_limit)
         for name, rows in wanted.items():
@@ -286,47 +318,66 @@ class Assembler:
         return self._runs[first]
 
 
+def _stretches(runs: Iterable[Run], request_id: str) -> list[Stretch]:
+    """Of the runs that have something of the request."""
+    found: list[Stretch] = []
+    for run in runs:
+        layout = run.layout
+        if (plan := layout.requests.get(request_id)) is None:
+            continue
+        base = layout.bases.get(request_id, OWN)
+        if found and found[-1].plan is plan:
+            found[-1].runs.append(run)
+            found[-1].bases.append(base)
+        else:
+            found.append(Stretch(plan, [run], [base]))
+    return found
+
+
 def _put(
     gathered: Gathered,
     request_id: str,
-    one: RequestPlan,
-    run: Run,
+    stretch: Stretch,
     wanted: dict[str, Wanted],
     doses: dict[int, list[FloatArray]],
 ) -> None:
-    """What consecutive steps of one layout have read of one request. Rows are only noted in ``wanted``, and what a
-    steering did in ``doses``: in a busy engine every step has a layout of its own, and every request is in it."""
+    """What steps of one plan have read of one request. Rows are only noted in ``wanted``, and what a steering did in
+    ``doses``: in a busy engine every step has a layout of its own, and every request is in it."""
+    one, last = stretch.plan, stretch.runs[-1]
     for capture, reason in one.failed.items():
         gathered.fail(capture, reason, "unavailable" if reason == CACHED else "dropped")
     for i, reason in one.shut.items():
         gathered.steering[i] = replace(gathered.steering[i], reason=reason)
     for chunk in one.rows:
         if chunk.capture not in gathered.failed:
-            _read(gathered, request_id, chunk, run, wanted)
+            _read(gathered, request_id, chunk, stretch, wanted)
     for steer in one.steer:
-        doses[steer.index].append(run.doses[:, steer.fresh : steer.end].reshape(-1))
+        doses[steer.index] += stretch.doses(steer)
     for i, place in one.gates.items():
-        opened_at = int(run.records[-1].opened_at[place])
+        opened_at = int(last.records[-1].opened_at[place])
         if opened_at != SHUT:
             gathered.steering[i] = replace(gathered.steering[i], opened_at=opened_at, reason="")
-    gathered.prompt_due = gathered.prompt_due or (one.prompt_ended and run.offset == 0)
+    gathered.prompt_due = gathered.prompt_due or (one.prompt_ended and last.offset == 0)
 
 
-def _read(gathered: Gathered, request_id: str, chunk: RowChunk, run: Run, wanted: dict[str, Wanted]) -> None:
+def _read(gathered: Gathered, request_id: str, chunk: RowChunk, stretch: Stretch, wanted: dict[str, Wanted]) -> None:
     """What one capture read in these steps."""
     name, capture = chunk.capture, gathered.captures[chunk.capture]
-    start = chunk.start + run.offset
-    positions = range(start, start + chunk.length * len(run.records))
     if isinstance(capture, HiddenCapture):
-        _want_rows(gathered, chunk, positions, run, wanted)
+        _want_rows(gathered, chunk, stretch, wanted)
         return
-    part = _part_of(capture, request_id, chunk, positions, run)
-    if is_averaged(capture):
-        assert isinstance(part, AttentionRowsReadout)
-        _add(gathered.sums[name], part)
-    else:
-        gathered.parts[name].append(part)
-    _grow(gathered, name, size_bytes(part))
+    for run, base in zip(stretch.runs, stretch.bases, strict=True):
+        start = base.token + chunk.start + run.offset
+        positions = range(start, start + chunk.length * len(run.records))
+        part = _part_of(capture, request_id, chunk, base.slot, positions, run)
+        if is_averaged(capture):
+            assert isinstance(part, AttentionRowsReadout)
+            _add(gathered.sums[name], part)
+        else:
+            gathered.parts[name].append(part)
+        _grow(gathered, name, size_bytes(part))
+        if name in gathered.failed:
+            return
 
 
 def _grow(gathered: Gathered, name: str, size: int) -> None:
@@ -337,18 +388,19 @@ def _grow(gathered: Gathered, name: str, size: int) -> None:
             gathered.fail(name, TOO_LONG)
 
 
-def _want_rows(gathered: Gathered, chunk: RowChunk, positions: range, run: Run, wanted: dict[str, Wanted]) -> None:
+def _want_rows(gathered: Gathered, chunk: RowChunk, stretch: Stretch, wanted: dict[str, Wanted]) -> None:
     """Note where they are: one copy out of the ring serves all steps since the last."""
     ((layer, slot),) = chunk.slots.items()
-    if run.places is None:
+    if stretch.places is None:
         gathered.fail(chunk.capture, NO_RING)
         return
-    places = run.places + (slot - run.layout.sent[0])
+    places = stretch.places + slot
     if chunk.length > 1:
         places = (places[:, None] + np.arange(chunk.length)).reshape(-1)
+    start = stretch.start + chunk.start
     rows = wanted.setdefault(chunk.capture, Wanted(layer))
     rows.places.append(places)
-    rows.positions.append(positions)
+    rows.positions.append(range(start, start + chunk.length * stretch.steps))
     rows.one_row = rows.one_row and chunk.length == 1
 
 
@@ -385,12 +437,13 @@ def _rows_of(gathered: Gathered, name: str, wanted: Wanted, ring: RingReader) ->
     return rows
 
 
-def _part_of(capture: Capture, request_id: str, chunk: RowChunk, positions: range, run: Run) -> Part:
+def _part_of(capture: Capture, request_id: str, chunk: RowChunk, first_slot: int, positions: range, run: Run) -> Part:
     """What one capture of probes, attention or queries read in these steps."""
     layout, length = run.layout, chunk.length
     if isinstance(capture, ProbeCapture):
         ((_, slot),) = chunk.slots.items()
         logits = run.values[:, : layout.logits].reshape(len(run.records), -1, layout.outputs)
+        slot += first_slot
         mine = logits[:, slot : slot + length, slice(*chunk.columns)]
         return ProbeReadout("complete", capture.probe, tuple(positions), logits=mine.reshape(len(positions), -1))
     # These are never of several steps: what they read grows.

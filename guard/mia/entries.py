@@ -6,7 +6,7 @@ Owns how windows of requests become entries of the taps. What each request wants
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from guard.mia.buffers import TapBuffers
 from guard.mia.control import Control, Words, bits
 from guard.mia.ops import ADD, PROJECT, REPLACE, SHUT, STEER_PASS_WORDS
 from guard.mia.spec import Steer
+from guard.mia.standing import Placed, Standing
 from guard.mia.windows import Window
 
 MODES = {"add_vector": ADD, "project": PROJECT, "ablate": PROJECT, "replace": REPLACE}
@@ -44,6 +45,13 @@ class SlotPool:
         self.sent = (0, 0)
         self.by_layer: dict[int, list[tuple[Window, int]]] = defaultdict(list)
 
+    def take(self, slots: int) -> bool:
+        """Leave so many to somebody else; False when there are not so many."""
+        if self.used + slots > self._capacity:
+            return False
+        self.used += slots
+        return True
+
     def place(self, layers: list[int], window: Window, *, sent: bool = False) -> dict[int, int] | None:
         """Where the window will start, by layer; None when it does not fit. ``sent``: its slots leave the device."""
         known, length = self._slots, window.length
@@ -56,9 +64,12 @@ class SlotPool:
             self.used += length * self._per_token[layer]
         slots = {layer: known[layer, window] for layer in layers}
         if sent:
-            first, last = min(slots.values()), max(slots.values()) + length
-            self.sent = (min(self.sent[0], first), max(self.sent[1], last)) if self.sent[1] else (first, last)
+            self.send(min(slots.values()), max(slots.values()) + length)
         return slots
+
+    def send(self, first: int, last: int) -> None:
+        """These slots leave the device, too."""
+        self.sent = (min(self.sent[0], first), max(self.sent[1], last)) if self.sent[1] else (first, last)
 
 
 class KeyRows:
@@ -87,7 +98,24 @@ class Filling:
         self.queries = SlotPool(len(buffers.query_pool), heads)
         self.keys = {layer: KeyRows() for layer in buffers.key}
         self._steered: dict[int, list[tuple[SteerRun, int]]] = defaultdict(list)
+        self._gathered: dict[int, list[Words]] = defaultdict(list)
+        self._passes: dict[int, list[tuple[Words, Words]]] = defaultdict(list)
         self.doses = 0
+
+    def stand(self, standing: Sequence[Standing], rows: npt.NDArray[np.int32], tokens: Sequence[int]) -> Placed | None:
+        """Everything of requests that do what they did in the step before; None when it does not fit."""
+        placed = Placed.of(standing, rows, tokens, self.hidden.used, self.doses)
+        slots = sum(len(one.layers) for one in standing)
+        if not self.hidden.take(slots):
+            return None
+        self.doses += sum(len(one.passes) for one in standing)
+        for layer, entries in placed.gathered():
+            self._gathered[layer].append(entries)
+        if (sent := placed.sent()) is not None:
+            self.hidden.send(*sent)
+        for tap, *both in placed.steered():
+            self._passes[tap].append((both[0], both[1]))
+        return placed
 
     def steer(self, run: SteerRun) -> int:
         """Returns the first of the run's doses."""
@@ -100,8 +128,11 @@ class Filling:
         """Put everything into the control block and send it; returns how many hidden slots there are."""
         control = self._buffers.control
         control.begin()
-        for layer, placed in self.hidden.by_layer.items():
-            control.put(self._buffers.hidden[layer].number, _gather_entries(placed))
+        for layer in {**self.hidden.by_layer, **self._gathered}:
+            entries = self._gathered[layer]
+            if windows := self.hidden.by_layer[layer]:
+                entries.append(_gather_entries(windows))
+            control.put(self._buffers.hidden[layer].number, np.concatenate(entries))
         for layer, placed in self.queries.by_layer.items():
             tap, shape = self._buffers.query[layer], self._buffers.attention_shapes[layer]
             control.put(tap.number, _gather_entries(placed, tap.heads, shape.query_heads))
@@ -109,7 +140,10 @@ class Filling:
             if keys.windows:
                 control.put(self._buffers.key[layer].number, _gather_entries(keys.windows))
         for layer, runs in self._steered.items():
-            _put_steering(control, self._buffers.steer[layer], runs)
+            rows = _counted((window.row, window.length) for run, _ in runs for window in run.windows)
+            self._passes[self._buffers.steer[layer]].append((rows, steer_passes(runs)))
+        for number, passes in self._passes.items():
+            _put_steering(control, number, passes)
         control.upload()
         return self.hidden.used
 
@@ -133,17 +167,18 @@ def _gather_entries(placed: list[tuple[Window, int]], heads: tuple[int, ...] = (
     return np.stack([rows.reshape(-1), slots], axis=1)
 
 
-def _put_steering(control: Control, tap: int, runs: list[tuple[SteerRun, int]]) -> None:
-    """One entry for each row, and its passes in the order of the request's steerings, which is that of ``runs``."""
-    rows = _counted((window.row, window.length) for run, _ in runs for window in run.windows)
+def _put_steering(control: Control, tap: int, parts: list[tuple[Words, Words]]) -> None:
+    """One entry for each row, and its passes in the order in which they come. parts: rows, and the pass of each."""
+    rows = np.concatenate([rows for rows, _ in parts])
     order = np.argsort(rows, kind="stable")
-    begin = control.append(_passes(runs)[order])
+    begin = control.append(np.concatenate([passes for _, passes in parts])[order])
     unique, first, count = np.unique(rows[order], return_index=True, return_counts=True)
     control.put(tap, np.stack([unique, begin + STEER_PASS_WORDS * first, count], axis=1).astype(np.int32))
 
 
-def _passes(runs: list[tuple[SteerRun, int]]) -> Words:
-    """``[tokens of all runs, words of a pass]``. Nothing is made for each run alone: there may be hundreds."""
+def steer_passes(runs: Sequence[tuple[SteerRun, int]]) -> Words:
+    """``[tokens of all runs, words of a pass]``, each run with its first dose. Nothing is made for each run
+    alone: there may be hundreds."""
     lengths = [run.length for run, _ in runs]
     steers = [run.steer for run, _ in runs]
     out = np.empty((sum(lengths), STEER_PASS_WORDS), np.int32)

@@ -7,6 +7,7 @@ step has hundreds: these are msgspec's structs, which are made and decoded in a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -93,17 +94,28 @@ class RequestPlan(msgspec.Struct, gc=False, omit_defaults=True):
     shut: dict[int, str] = {}
 
 
+class Base(NamedTuple):
+    """The token, the hidden slot and the dose that a plan which stands for many steps counts from in one of them."""
+
+    token: int = 0
+    slot: int = 0
+    dose: int = 0
+
+
 @dataclass(frozen=True)
 class StepLayout:
     """Where what a step reads lies in its record, and whose it is. Steps of a batch that only decodes share one.
 
-    ``number``: of the engine's layouts, in order. ``sent``: the hidden pool's slots that leave the device. ``logits``:
-    values of probes, ``[slots, outputs of all probes]``; attention masses lie behind them. ``dose_limit``: a larger
-    dose was shortened to it.
+    ``number``: of the engine's layouts, in order. ``bases``: of the requests whose plans stand for many steps; the
+    others' count from 0. ``known``: those of them whose plans are what they were in the layout before. ``sent``: the
+    hidden pool's slots that leave the device. ``logits``: values of probes, ``[slots, outputs of all probes]``;
+    attention masses lie behind them. ``dose_limit``: a larger dose was shortened to it.
     """
 
     number: int
     requests: dict[str, RequestPlan]
+    bases: dict[str, Base] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
     sent: tuple[int, int] = (0, 0)
     logits: int = 0
     outputs: int = 0

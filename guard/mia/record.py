@@ -8,7 +8,7 @@ requests it is of. The engine's core passes messages on and looks at none.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -72,6 +72,8 @@ class Message:
 
 @dataclass(frozen=True)
 class _Layout:
+    """``layout``: without the plans that it has in common with the layout before."""
+
     ring: RingAddress
     layout: StepLayout
 
@@ -123,7 +125,8 @@ class RecordWriter:
         if copies.layout.number == self._layout:
             return Message(None, None, data)
         self._layout = copies.layout.number
-        layout = _encoder.encode(_Layout(self._ring, copies.layout))
+        news = {id_: one for id_, one in copies.layout.requests.items() if id_ not in copies.layout.known}
+        layout = _encoder.encode(_Layout(self._ring, replace(copies.layout, requests=news)))
         return Message(layout, tuple(copies.layout.requests), data)
 
 
@@ -133,11 +136,19 @@ class RecordReader:
     def __init__(self) -> None:
         self._layouts: dict[str, _Layout] = {}
 
+    def _whole(self, new: _Layout, engine: str) -> _Layout:
+        if not new.layout.known or engine not in self._layouts:
+            return new
+        # Layouts without any request of this front end were not sent here: what is missing is another one's.
+        plans = self._layouts[engine].layout.requests
+        known = {request_id: plans[request_id] for request_id in new.layout.known & plans.keys()}
+        return replace(new, layout=replace(new.layout, requests=known | new.layout.requests))
+
     def read(self, layout: bytes | None, body: bytes) -> tuple[RingAddress, StepRecord]:
         """The record, and the ring of its engine."""
         fields = _body_decoder.decode(body)
         if layout is not None:
-            self._layouts[fields.engine] = _layout_decoder.decode(layout)
+            self._layouts[fields.engine] = self._whole(_layout_decoder.decode(layout), fields.engine)
         known = self._layouts[fields.engine]
         record = StepRecord(
             known.layout,

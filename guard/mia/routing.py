@@ -15,13 +15,14 @@ import torch
 from msgspec import structs
 
 from guard.mia.buffers import TapBuffers
-from guard.mia.entries import Filling, SteerRun
+from guard.mia.entries import Filling, SteerRun, steer_passes
 from guard.mia.judging import gates_on_masses, gates_on_probes, mass_entries, span_words
-from guard.mia.ops import NO_GATE, SHUT
-from guard.mia.plan import BatchView, KeyChunk, RequestPlan, RowChunk, SteerChunk, StepLayout, StepPlan
+from guard.mia.ops import NO_GATE, SHUT, STEER_PASS_WORDS
+from guard.mia.plan import Base, BatchView, KeyChunk, RequestPlan, RowChunk, SteerChunk, StepLayout, StepPlan
 from guard.mia.probes import ProbeBank
 from guard.mia.sharding import ALONE, HeadShard
 from guard.mia.spec import AttentionCapture, Capture, HiddenCapture, MiaSpec, ProbeCapture, QKCapture, generates
+from guard.mia.standing import Standing, standing_plan
 from guard.mia.steering import Bank
 from guard.mia.tracking import KEY_BLOCK_TOKENS, KeyStore, Tracked
 from guard.mia.windows import Window
@@ -83,6 +84,7 @@ class Router:
         self._free_gates = list(range(len(buffers.opened_at)))
         self._steady: _Steady | None = None
         self._layouts = 0
+        self._standing: dict[str, Standing] = {}
         self._prompts_read: list[Tracked] = []
         self.requests: dict[str, Tracked] = {}
 
@@ -118,6 +120,7 @@ class Router:
     def remove(self, request_id: str) -> None:
         tracked = self.requests.pop(request_id, None)
         if tracked is not None:
+            self._standing.pop(request_id, None)
             self._leave_steady()
             self._free_gates.extend(tracked.gates.values())
             self._release_rows(tracked)
@@ -178,52 +181,97 @@ class Router:
             if not tracked.needs_keys_until:
                 self._release_keys(tracked)
         self._prompts_read = []
-        asking = self._asking(batch)
-        if not asking:
+        standing, others = self._asking(batch)
+        if not (standing or others):
             self._buffers.control.clear()
             return None
         plan, filling = StepPlan(StepLayout(0, {})), Filling(self._buffers)
-        requests = {batch.request_ids[i]: self._route(batch, i, tracked, filling, plan) for i, tracked in asking}
-        self._finish(plan, requests, filling)
-        self._steady = self._steady_from(batch, [i for i, _ in asking], plan)
+        placed = self._stand(batch, standing, filling) if standing else {}
+        if not placed:
+            # They may find no room all together, and then each is told so by itself.
+            others += [(i, one.tracked) for i, one in standing]
+        routed = {batch.request_ids[i]: self._route(batch, i, tracked, filling, plan) for i, tracked in others}
+        self._finish(plan, routed, placed, filling)
+        places = [i for i, _ in others] + ([i for i, _ in standing] if placed else [])
+        self._steady = self._steady_from(batch, sorted(places), plan)
         return plan
 
-    def _asking(self, batch: BatchView) -> list[tuple[int, Tracked]]:
-        """Places in the batch and requests, of those that this step does anything for. Most that are guarded are read
-        at their prompt's end and cost nothing after it."""
+    def _asking(self, batch: BatchView) -> tuple[list[tuple[int, Standing]], list[tuple[int, Tracked]]]:
+        """Places in the batch of requests that this step does anything for: of those that do what they did in the step
+        before, and of the others. Most that are guarded are read at their prompt's end and cost nothing after it."""
+        standing: list[tuple[int, Standing]] = []
+        others: list[tuple[int, Tracked]] = []
         if not self.requests:
-            return []
-        known = ((i, self.requests.get(request_id)) for i, request_id in enumerate(batch.request_ids))
-        # Where the step begins counts, and not what was seen: after a preemption the same tokens are steered again.
-        return [(i, one) for i, one in known if one is not None and not one.is_over(batch.computed[i])]
+            return standing, others
+        starts, computed = batch.starts.tolist(), batch.computed.tolist()
+        for i, request_id in enumerate(batch.request_ids):
+            token = computed[i]
+            if (one := self._standing.get(request_id)) is not None:
+                if token == one.tracked.seen and token < one.until and starts[i + 1] - starts[i] == 1:
+                    standing.append((i, one))
+                    continue
+                del self._standing[request_id]
+            # Where the step begins counts, and not what was seen: after a preemption the same tokens are steered again.
+            if (tracked := self.requests.get(request_id)) is not None and not tracked.is_over(token):
+                others.append((i, tracked))
+        return standing, others
+
+    def _stand(
+        self, batch: BatchView, standing: list[tuple[int, Standing]], filling: Filling
+    ) -> dict[str, tuple[Standing, Base]]:
+        """Place those that do what they did in the step before: where each one's tokens, slots and doses are. Empty
+        when there is no room."""
+        places, ones = [i for i, _ in standing], [one for _, one in standing]
+        placed = filling.stand(ones, batch.starts[places], [one.tracked.seen for one in ones])
+        if placed is None:
+            return {}
+        for one in ones:
+            one.tracked.seen += 1
+        names = (batch.request_ids[i] for i in places)
+        return dict(zip(names, zip(ones, placed.bases(), strict=True), strict=True))
 
     def clear(self) -> None:
         """A forward pass without requests follows: no entry of the last step may act in it."""
         self._leave_steady()
         self._buffers.control.clear()
 
-    def _finish(self, plan: StepPlan, requests: dict[str, RequestPlan], filling: Filling) -> None:
+    def _finish(
+        self,
+        plan: StepPlan,
+        routed: dict[str, RequestPlan],
+        placed: dict[str, tuple[Standing, Base]],
+        filling: Filling,
+    ) -> None:
         """Send the entries, and say where everything will lie."""
         slots = filling.send()
-        probed = any(chunk.columns[1] for one in requests.values() for chunk in one.rows)
+        plans, bases, known = dict(routed), {}, []
+        probed = any(chunk.columns[1] for one in routed.values() for chunk in one.rows)
+        for request_id, (standing, base) in placed.items():
+            plans[request_id], bases[request_id] = standing.plan, base
+            if standing.told_in == self._layouts:
+                known.append(request_id)
+            standing.told_in = self._layouts + 1
+            probed = probed or standing.probed
         self._layouts += 1
         plan.layout = StepLayout(
             self._layouts,
-            requests,
+            plans,
+            bases,
+            frozenset(known),
             sent=filling.hidden.sent,
             logits=slots * self._probes.outputs if probed else 0,
             outputs=self._probes.outputs,
             dose_limit=self._dose_limit,
         )
         plan.doses = filling.doses
-        plan.gated = any(one.gates for one in requests.values())
-        for request_id, one in requests.items():
+        plan.gated = any(one.gates for one in routed.values())
+        for request_id, one in routed.items():
             with_heads = self.requests[request_id].with_heads
             plan.head_chunks += [(request_id, chunk) for chunk in one.rows if chunk.capture in with_heads]
         for entries in plan.mass_entries:
             entries[:, 7] += plan.layout.logits
         plan.gate_entries = [(*entry[:2], entry[2] + plan.layout.logits, *entry[3:]) for entry in plan.gate_entries]
-        for request_id, one in requests.items():
+        for request_id, one in routed.items():
             plan.gate_entries.extend(gates_on_probes(self._probes, self.requests[request_id], one))
         plan.values = bool(probed or plan.head_chunks or plan.gate_entries)
 
@@ -237,14 +285,35 @@ class Router:
         if tracked.captures:
             self._route_keys(tracked, rows, filling, plan)
             self._route_rows(tracked, rows, filling, plan, one)
-        if tracked.spec.steer:
-            self._route_steering(tracked, rows, filling, one)
+        runs = self._route_steering(tracked, rows, filling, one)
         if one.prompt_ended:
             self._prompts_read.append(tracked)
         if len(tracked.failed) > len(before) or tracked.seen == 0:
             one.failed = dict(tracked.failed)
         tracked.seen = max(tracked.seen, rows.end)
+        if rows.length == 1 and (until := self._alike_until(tracked, rows.start, one)) > rows.end:
+            self._standing[batch.request_ids[i]] = self._standing_from(tracked, one, rows.start, until, runs)
         return one
+
+    def _alike_until(self, tracked: Tracked, position: int, one: RequestPlan) -> int:
+        """The first token of an answer for which this plan will not do; 0 where it is for one step alone."""
+        special = one.again or one.failed or one.gates or one.shut or position < tracked.prompt_len
+        if special or (tracked.keys is not None and position < tracked.needs_keys_until):
+            return 0
+        if any(chunk.capture in tracked.with_heads for chunk in one.rows):
+            return 0
+        return tracked.next_edge(position + 1)
+
+    def _standing_from(
+        self, tracked: Tracked, one: RequestPlan, position: int, until: int, runs: list[SteerRun]
+    ) -> Standing:
+        plan, layers = standing_plan(one, position)
+        passes = np.zeros((len(runs), 1 + STEER_PASS_WORDS), np.int32)
+        if runs:
+            passes[:, 0] = [self._buffers.steer[run.steer.layer] for run in runs]
+            passes[:, 1:] = steer_passes([(run, 0) for run in runs])
+        probed = [bool(chunk.columns[1]) for chunk in plan.rows]
+        return Standing(tracked, plan, until, layers, sent=not all(probed), probed=any(probed), passes=passes)
 
     def _route_keys(self, tracked: Tracked, rows: Window, filling: Filling, plan: StepPlan) -> None:
         store = tracked.keys
@@ -340,8 +409,9 @@ class Router:
                 return [*chunks, structs.replace(last, keys=(sent, until), keys_from=rows.start)]
         return chunks
 
-    def _route_steering(self, tracked: Tracked, rows: Window, filling: Filling, one: RequestPlan) -> None:
+    def _route_steering(self, tracked: Tracked, rows: Window, filling: Filling, one: RequestPlan) -> list[SteerRun]:
         """What one request's steering does in this step, in the order in which it asked."""
+        runs = []
         for i, steer in enumerate(tracked.spec.steer):
             if i in tracked.shut:
                 continue
@@ -349,17 +419,21 @@ class Router:
                 length = sum(window.length for window in windows)
                 gate = tracked.gates.get(i, NO_GATE)
                 run = SteerRun(windows, length, steer, self._bank.slot(steer.vector), gate, tracked.seen)
+                runs.append(run)
                 begin = filling.steer(run)
                 again = tracked.seen > rows.start
                 old = sum(window.clip(0, tracked.seen).length for window in windows) if again else 0
                 one.steer.append(SteerChunk(i, begin, begin + old, begin + length))
+        return runs
 
     def _steady_from(self, batch: BatchView, places: list[int], plan: StepPlan) -> _Steady | None:
         """Whether the next steps can do with the entries of this one, and how many of them."""
         asking = np.asarray(places)
-        steps = min(self._steps_alike(batch.request_ids[i], int(batch.computed[i]), plan) for i in places)
         decodes = (batch.starts[asking + 1] - batch.starts[asking] == 1).all()
-        if steps <= 0 or not decodes or not batch.samples[asking].all():
+        if not decodes or not batch.samples[asking].all():
+            return None
+        steps = min(self._steps_alike(batch.request_ids[i], int(batch.computed[i]), plan) for i in places)
+        if steps <= 0:
             return None
         computed = batch.computed[asking].copy()
         return _Steady(list(batch.request_ids), batch.starts.copy(), asking, computed, steps, plan)
