@@ -73,9 +73,10 @@ def running_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPa
     command = [sys.executable, "-m", "guard", "serve", "--policy", str(DEFAULT_POLICY), "--port", str(port)]
     command += ["--engine-port", str(engine_port), "--ledger", str(folder / "ledger.jsonl")]
     # Tests put more proxies in front of the engine, whose policies read more than the default one does.
+    (folder / "policies").mkdir()
     for policy in (DEFAULT_POLICY, *ALSO_READ):
-        (folder / "policies").mkdir(exist_ok=True)
         shutil.copy(policy, folder / "policies")
+    (folder / "policies" / "selection.yaml").write_text("{version: 1, default: default}")
     taps = engine_config_of(DEFAULT_MODEL, folder / "policies", folder / "probes")
     command += ["--", "--additional-config", taps]
     with (folder / "serve.log").open("wb") as log:

@@ -16,7 +16,7 @@ from detectors.calibration.fitted import Job
 from detectors.calibration.steering import Trial, _record, choose, contrast, opens_declining
 from guard.cli import app
 from guard.steering.vector_files import write_vector
-from tests.detectors.calibration.tiny_model import make_model
+from tests.detectors.calibration.tiny_model import StartedError, make_model, no_engine
 
 SHIPPED = Path(__file__).parents[3] / "model_configs" / "steering"
 UNSTEERED = Trial(0, 0.0, declined=0.1, distinct=1.0)
@@ -55,13 +55,7 @@ def test_when_every_setting_loops_the_best_of_them_is_still_named() -> None:
 def test_a_vector_that_was_learnt_otherwise_is_not_replaced_and_no_engine_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class StartedError(Exception):
-        pass
-
-    def start(*_args: object, **_kwargs: object) -> None:
-        raise StartedError
-
-    monkeypatch.setattr("detectors.calibration.steering.open_engine", start)
+    monkeypatch.setattr("detectors.calibration.steering.open_engine", no_engine)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = make_model(tmp_path / "tiny")
     job = Job(model, "tiny", str(model), ("steering",), 0, "guard calibrate steering")
