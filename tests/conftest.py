@@ -20,8 +20,11 @@ from tests.servers import end, wait_ready
 DEFAULT_POLICY = Path(__file__).parent.parent / "policies" / "default.yaml"
 
 
-ALSO_READ = (Path(__file__).parent.parent / "examples" / "policies" / "retry-steered.yaml",)
-"""Policies that the shared engine has taps for, too."""
+RETRY_POLICY = Path(__file__).parent.parent / "examples" / "policies" / "retry-steered.yaml"
+SELECTION = (
+    "{version: 1, default: default, assignments: [{name: also, policy: retry-steered, match: {routes: [/v1/rerank]}}]}"
+)
+"""An engine has taps for every policy that may judge."""
 
 SHARED = ("running_pair", "server")
 """Fixtures of a session that start an engine."""
@@ -74,9 +77,9 @@ def running_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPa
     command += ["--engine-port", str(engine_port), "--ledger", str(folder / "ledger.jsonl")]
     # Tests put more proxies in front of the engine, whose policies read more than the default one does.
     (folder / "policies").mkdir()
-    for policy in (DEFAULT_POLICY, *ALSO_READ):
+    for policy in (DEFAULT_POLICY, RETRY_POLICY):
         shutil.copy(policy, folder / "policies")
-    (folder / "policies" / "selection.yaml").write_text("{version: 1, default: default}")
+    (folder / "policies" / "selection.yaml").write_text(SELECTION)
     taps = engine_config_of(DEFAULT_MODEL, folder / "policies", folder / "probes")
     command += ["--", "--additional-config", taps]
     with (folder / "serve.log").open("wb") as log:
