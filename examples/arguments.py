@@ -10,10 +10,10 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 
-def refuse(message: str) -> NoReturn:
-    """End the example with one line, and exit status 2."""
+def refuse(message: str, status: int = 2) -> NoReturn:
+    """End the example with one line."""
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 class OneLineParser(argparse.ArgumentParser):

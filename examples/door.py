@@ -25,6 +25,8 @@ from guard.uses.asking import Ask, offline, served
 from guard.uses.parts import UnreadableError
 from guard.writable import NotWritableError
 
+STOPPED = 130
+"""The exit status of whoever ends at Ctrl-C."""
 SERVER_URL = "http://127.0.0.1:8001/v1"
 ON_A_CPU = "--dtype float32 --enforce-eager --gpu-memory-utilization 0.3"
 
@@ -119,6 +121,8 @@ def said_in_one_line(options: argparse.Namespace, taps: EngineConfig) -> Iterato
         refuse(message)
     except openai.APIConnectionError:
         refuse(f"no server answers at {options.base_url}: --help says how to start one")
+    except KeyboardInterrupt:
+        refuse("stopped", STOPPED)
     except (CompatError, LearningError, NotWritableError, StatesError, UnreadableError) as error:
         refuse(str(error))
 
