@@ -25,7 +25,7 @@ from guard.steering.coherence import continuation_logprobs
 from guard.steering.states import Conversation, Reading
 from guard.steering.vector_files import write_vector
 from guard.uses.asking import MOST_AT_ONCE, Ask, Told, offline, served
-from guard.writable import check_writable
+from guard.writable import NotWritableError, check_writable
 
 SERVERS_FOLDER = Path("vectors")
 KEY = "local"
@@ -42,8 +42,11 @@ class Steerable:
     logprobs: Callable[[Sequence[Told]], list[list[float]]]
 
     def load(self, name: str, vector: FloatArray) -> None:
-        """A vector, ``[hidden_size]``, that requests may use from now on."""
-        write_vector(self.folder, name, vector, {})
+        """A vector, ``[hidden_size]``, that requests may use from now on. Raises ``NotWritableError``."""
+        try:
+            write_vector(self.folder, name, vector, {})
+        except OSError as error:
+            raise NotWritableError(f"{self.folder}: cannot be written to: {error.strerror}") from None
         self.load_from_folder(name)
 
     def states(self, conversations: Sequence[Conversation], reading: Reading) -> FloatArray:
