@@ -42,12 +42,11 @@ Goal = Callable[[float, float | None], str]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [
-        "| " + " | ".join(head) + " |",
-        "| " + " | ".join("---" for _ in head) + " |",
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-    ]
+    """Nothing where there are no rows: a head alone says only that something was not measured."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    if not lines:
+        return []
+    return ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |", *lines, ""]
 
 
 def spread(ratio: Ratio | None) -> str:

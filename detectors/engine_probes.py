@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from detectors.base import AnyDetector, CapturePlan, Detector, EngineProbe, SecondPassDetector
+from guard.whole_file import write_whole
 
 
 def plan_of(detector: AnyDetector) -> CapturePlan:
@@ -32,10 +33,5 @@ def write_probes(probes: Iterable[EngineProbe], folder: Path) -> None:
     for probe in probes:
         path = folder / f"{probe.name}.safetensors"
         if not path.is_file():
-            partial = path.with_suffix(".partial")
-            save_file(
-                {"weight": probe.weight.copy(), "bias": probe.bias.copy()},
-                partial,
-                metadata={"layer": str(probe.layer)},
-            )
-            partial.replace(path)
+            tensors = {"weight": probe.weight.copy(), "bias": probe.bias.copy()}
+            write_whole(path, save(tensors, metadata={"layer": str(probe.layer)}))

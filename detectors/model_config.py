@@ -111,7 +111,8 @@ class Calibration(Section):
     data: tuple[DataSource, ...]
     seen_rows: str = ""
     """Digests of the texts that were fitted to, chosen on or set thresholds, in base64, so that an evaluation can tell
-    when it measures on them; empty in files of versions that did not write it, and of statements made from facts."""
+    when it measures on them; of statements made from facts, of question with answer or of reference with claim.
+    Empty in files of versions that did not write it."""
     choices: dict[str, str]
     """What was chosen -> on which rows and how it fared."""
     quality: Quality

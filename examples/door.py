@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
+from arguments import OneLineParser, address, refuse
+from pydantic import ValidationError
 
+from detectors.calibration.features import model_shape
 from guard.mia import MiaClient, MiaLLM
 from guard.mia.compat import CompatError
 from guard.mia.engine_config import EngineConfig
-from guard.models import DEFAULT_MODEL, pull
+from guard.mistakes import first_mistake
+from guard.models import DEFAULT_MODEL, ModelError, pull
+from guard.steering.learning import LearningError
+from guard.steering.states import StatesError
 from guard.uses.asking import Ask, offline, served
 from guard.uses.parts import UnreadableError
+from guard.writable import NotWritableError
 
+STOPPED = 130
+"""The exit status of whoever ends at Ctrl-C."""
 SERVER_URL = "http://127.0.0.1:8001/v1"
 ON_A_CPU = "--dtype float32 --enforce-eager --gpu-memory-utilization 0.3"
 
@@ -25,7 +35,7 @@ def parser(description: str | None, taps: EngineConfig, *server_arguments: str) 
     """``taps``: those that a server needs for what the example does unless told otherwise; ``server_arguments``: others
     of its own, which the example takes, too."""
     to_ask_it = " ".join(["--base-url", SERVER_URL, *server_arguments])
-    made = argparse.ArgumentParser(
+    made = OneLineParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"A server that it can ask, on a CPU; on a GPU leave out the last line:\n\n"
@@ -34,7 +44,9 @@ def parser(description: str | None, taps: EngineConfig, *server_arguments: str) 
     made.add_argument(
         "--model", default=DEFAULT_MODEL, help="short name or folder; with --base-url what the server calls it"
     )
-    made.add_argument("--base-url", help=f"of a vLLM with the taps, as {SERVER_URL}; without: an engine of our own")
+    made.add_argument(
+        "--base-url", type=address, help=f"of a vLLM with the taps, as {SERVER_URL}; without: an engine of our own"
+    )
     made.add_argument("--api-key", help="that the server wants")
     return made
 
@@ -65,13 +77,38 @@ def door(options: argparse.Namespace, taps: EngineConfig, **vllm_args: object) -
             yield served(MiaClient(options.base_url, api_key=options.api_key), options.model)
             return
         arguments = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 8, "kv_cache_memory_bytes": 2**29}
-        with MiaLLM(model_folder(options.model), taps, **{**arguments, **vllm_args}) as llm:
+        with started(MiaLLM, model_folder(options.model), taps, **{**arguments, **vllm_args}) as llm:
             yield offline(llm)
+
+
+def started(engine: Callable[..., MiaLLM], folder: Path, taps: EngineConfig, **vllm_args: Any) -> MiaLLM:
+    """An engine of our own. ``engine`` makes it of model, taps and vLLM's arguments."""
+    check_shape(folder, taps)
+    try:
+        return engine(folder, taps, **vllm_args)
+    except ValidationError as error:
+        refuse(f"the engine does not start: {first_mistake(error)[1]}")
+    except (OSError, RuntimeError, ValueError) as error:
+        # vLLM's own lines above it say more.
+        refuse(f"the engine does not start: {error}")
+
+
+def check_shape(folder: Path, taps: EngineConfig) -> None:
+    """Before vLLM starts, which takes half a minute."""
+    try:
+        shape = model_shape(folder)
+    except (OSError, ValueError, LookupError):
+        refuse(f"there is no model in {folder}: its config.json cannot be read")
+    layers = {*taps.hidden_layers, *taps.steering_layers, *(layer for layer, _ in taps.attention_heads)}
+    if max(layers, default=0) > shape.layers:
+        refuse(f"there is no layer {max(layers)}: the model in {folder} has {shape.layers}")
+    if (head := max((head for _, head in taps.attention_heads), default=0)) >= shape.heads:
+        refuse(f"there is no head {head}: the model in {folder} has {shape.heads}, and the first is 0")
 
 
 @contextmanager
 def said_in_one_line(options: argparse.Namespace, taps: EngineConfig) -> Iterator[None]:
-    """Ends the example with one line about what a server or a readout lacks."""
+    """Ends the example with one line about what a server, a readout or a folder lacks."""
     try:
         yield
     except openai.APIStatusError as error:
@@ -81,13 +118,20 @@ def said_in_one_line(options: argparse.Namespace, taps: EngineConfig) -> Iterato
             message += f": this is the guard's proxy; give the address of its engine, as {SERVER_URL}"
         elif "mia" in where or "mia" in message:
             message += f": start the server with --additional-config '{additional_config(taps)}'"
-        raise SystemExit(message) from None
+        refuse(message)
     except openai.APIConnectionError:
-        raise SystemExit(f"no server answers at {options.base_url}: --help says how to start one") from None
-    except (CompatError, UnreadableError) as error:
-        raise SystemExit(str(error)) from None
+        refuse(f"no server answers at {options.base_url}: --help says how to start one")
+    except KeyboardInterrupt:
+        refuse("stopped", STOPPED)
+    except (CompatError, LearningError, NotWritableError, StatesError, UnreadableError) as error:
+        refuse(str(error))
 
 
 def model_folder(model: str) -> Path:
     """Pulled first where it is a short name."""
-    return Path(model) if Path(model).is_dir() else pull(model)
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return pull(model)
+    except ModelError as error:
+        refuse(f"--model: {error}")

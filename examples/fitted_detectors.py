@@ -8,18 +8,20 @@ something, replace CLAIMS and TOOL_OUTPUTS by hundreds of your own rows and look
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from arguments import refuse, whole
 from door import door, model_folder, parser
-from safetensors import safe_open
 
+from detectors.base import Score
+from detectors.calibration.feature_store import FeatureError
 from detectors.calibration.fit_h_node import Statements
 from detectors.calibration.fit_science import fit_science, science_files
 from detectors.calibration.fit_tool_risk import fit_tool_risk, tool_risk_files
+from detectors.calibration.of_references import final_norm
 from detectors.model_config import ModelInfo
 from detectors.science_hallucination import ScienceConfig, ScienceHallucination, rms_norm
 from detectors.science_prompt import LABELS, conversation
@@ -28,6 +30,7 @@ from guard.mia.engine_config import EngineConfig
 from guard.uses.asking import Ask, Messages
 from guard.uses.detectors_offline import score, score_claims
 from guard.uses.hidden_states import extract
+from guard.uses.parts import UnreadableError
 
 SCIENCE, RISK = "science", "risk"
 LAYERS = (15, 20, 30)
@@ -62,29 +65,34 @@ ORDERS = [
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__, EngineConfig(hidden_layers=LAYERS))
-    made.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="the last is the model's last")
+    made.add_argument("--layers", type=whole(0), nargs="+", default=LAYERS, help="the last is the model's last")
     made.add_argument("--weights", type=Path, help="the model's folder, with --base-url: its last norm is needed")
     options = made.parse_args(arguments)
     if options.base_url and not options.weights:
         made.error("--base-url needs --weights, too: a server does not tell its model's last norm")
-    folder = options.weights or model_folder(options.model)
+    try:
+        norm = final_norm(options.weights or model_folder(options.model))
+    except FeatureError as error:
+        refuse(str(error))
+    except (OSError, ValueError, LookupError):
+        refuse(f"there is no model in {options.weights or options.model}: its config.json cannot be read")
     with door(options, EngineConfig(hidden_layers=tuple(options.layers))) as ask:
         with tempfile.TemporaryDirectory() as temporary:
-            science = fitted_science(ask, folder, options.layers[-1], Path(temporary))
+            science = fitted_science(ask, norm, options.layers[-1], Path(temporary))
             risk = fitted_tool_risk(ask, options.layers, Path(temporary))
         claims = [(claim, {"reference": CLAIMS[-1][0]}) for claim in CLAIMS[-1][1:]]
         for (claim, _), one in zip(claims, score_claims(ask, science, claims), strict=True):
-            print(f"not supported: {one.value:.3f}  {claim}")
+            print(f"not supported: {value_of(one):.3f}  {claim}")
         steps = [step(TOOL_OUTPUTS[-1]), step(TOOL_OUTPUTS[-1] + ORDERS[-1])]
         for messages, scored in zip(steps, score(ask, risk, steps), strict=True):
-            print(f"risk: {scored.score.value:.3f}  {messages[-1]['content'].splitlines()[-1][-60:]}")
+            print(f"risk: {value_of(scored.score):.3f}  {messages[-1]['content'].splitlines()[-1][-60:]}")
 
 
-def fitted_science(ask: Ask, model: Path, layer: int, folder: Path) -> ScienceHallucination:
+def fitted_science(ask: Ask, norm: tuple[np.ndarray, float], layer: int, folder: Path) -> ScienceHallucination:
     """Fitted to all rows but the last two, which choose the penalty and are shown."""
     rows = [(reference, claim, label) for reference, *claims in CLAIMS for label, claim in enumerate(claims)]
     states = extract(ask, [[dict(m) for m in conversation(reference, claim)] for reference, claim, _ in rows], [layer])
-    gain, eps = final_norm(model)
+    gain, eps = norm
     normed = rms_norm(np.stack([one[layer][0] for one in states]), gain, eps)
     labels = np.array([label for *_, label in rows])
     seen = len(rows) - 2 * len(LABELS)
@@ -96,10 +104,10 @@ def fitted_science(ask: Ask, model: Path, layer: int, folder: Path) -> ScienceHa
     return ScienceHallucination.load(folder / f"{SCIENCE}.json")
 
 
-def final_norm(model: Path) -> tuple[np.ndarray, float]:
-    """Gain and epsilon of the model's last norm, as models of the Llama family call them."""
-    with safe_open(model / "model.safetensors", "numpy") as weights:
-        return weights.get_tensor("model.norm.weight"), json.loads((model / "config.json").read_text())["rms_norm_eps"]
+def value_of(score: Score) -> float:
+    if score.value is None:
+        raise UnreadableError(f"no score: {score.status} {score.reason}")
+    return score.value
 
 
 def step(output: str) -> Messages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from arguments import whole
 from door import door, parser
 
 from guard.mia.engine_config import EngineConfig
@@ -23,7 +24,7 @@ def taps(layers: tuple[int, ...]) -> EngineConfig:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__, taps(LAYERS))
-    made.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    made.add_argument("--layers", type=whole(0), nargs="+", default=LAYERS)
     options = made.parse_args(arguments)
     layers = tuple(options.layers)
     with door(options, taps(layers)) as ask:

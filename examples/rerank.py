@@ -11,6 +11,7 @@ from pathlib import Path
 
 from door import door, parser
 
+from detectors.model_config import ModelConfigError
 from guard.data import data_folder
 from guard.mia.engine_config import EngineConfig
 from guard.uses.rerank import load_reranker, rerank
@@ -34,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__, taps(CONFIG))
     made.add_argument("--config", type=Path, default=CONFIG)
     options = made.parse_args(arguments)
-    heads = load_reranker(options.config).heads
+    try:
+        heads = load_reranker(options.config).heads
+    except ModelConfigError as error:
+        made.error(f"argument --config: {error}")
     with door(options, taps(options.config)) as ask:
         for one in rerank(ask, heads, QUERY, DOCUMENTS):
             print(f"{one.score:+.4f}  {DOCUMENTS[one.index]}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+from arguments import share, whole
 from door import door, parser
 
 from guard.mia.engine_config import EngineConfig
@@ -21,13 +22,15 @@ HEAD = (25, 4)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__, EngineConfig(attention_heads=(HEAD,)))
-    made.add_argument("--top-p", type=float, default=0.2)
-    made.add_argument("--head", type=int, nargs=2, default=HEAD, help="layer from 1, and head from 0")
-    made.add_argument("--questions", type=int, default=6)
+    made.add_argument("--top-p", type=share, default=0.2)
+    made.add_argument("--head", type=whole(0), nargs=2, default=HEAD, help="layer from 1, and head from 0")
+    made.add_argument("--questions", type=whole(1), default=6)
     options = made.parse_args(arguments)
     clinic = yaml.safe_load((Path(__file__).parent / "clinic.yaml").read_text())
     columns = [Column(name, table) for table, names in clinic["tables"].items() for name in names]
     layer, head = options.head
+    if layer == 0:
+        made.error("argument --head: layers count from 1")
     with door(options, EngineConfig(attention_heads=((layer, head),))) as ask:
         for one in clinic["measure"][: options.questions]:
             linked = link(ask, (layer, head), one["question"], columns, top_p=options.top_p)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import openai
-from door import model_folder, parser, said_in_one_line
+from arguments import refuse, whole
+from door import model_folder, parser, said_in_one_line, started
 
 from detectors.calibration.readers import open_engine
 from guard.mia import MiaClient, MiaLLM
@@ -24,6 +25,7 @@ from guard.steering.coherence import continuation_logprobs
 from guard.steering.states import Conversation, Reading
 from guard.steering.vector_files import write_vector
 from guard.uses.asking import MOST_AT_ONCE, Ask, Told, offline, served
+from guard.writable import NotWritableError, check_writable
 
 SERVERS_FOLDER = Path("vectors")
 KEY = "local"
@@ -40,8 +42,11 @@ class Steerable:
     logprobs: Callable[[Sequence[Told]], list[list[float]]]
 
     def load(self, name: str, vector: FloatArray) -> None:
-        """A vector, ``[hidden_size]``, that requests may use from now on."""
-        write_vector(self.folder, name, vector, {})
+        """A vector, ``[hidden_size]``, that requests may use from now on. Raises ``NotWritableError``."""
+        try:
+            write_vector(self.folder, name, vector, {})
+        except OSError as error:
+            raise NotWritableError(f"{self.folder}: cannot be written to: {error.strerror}") from None
         self.load_from_folder(name)
 
     def states(self, conversations: Sequence[Conversation], reading: Reading) -> FloatArray:
@@ -59,7 +64,7 @@ def steering_taps(layer: int, folder: Path, **more: Any) -> EngineConfig:
 
 def steering_parser(description: str | None, layer: int, **taps: Any) -> argparse.ArgumentParser:
     made = parser(description, steering_taps(layer, SERVERS_FOLDER, **taps), f"--api-key {KEY}")
-    made.add_argument("--layer", type=int, default=layer)
+    made.add_argument("--layer", type=whole(0), default=layer)
     made.add_argument(
         "--vectors", type=Path, default=SERVERS_FOLDER, help="with --base-url: the server's steering_folder"
     )
@@ -72,11 +77,12 @@ def steering_door(options: argparse.Namespace, taps: EngineConfig, **vllm_args: 
     block."""
     with said_in_one_line(options, taps):
         if options.base_url:
+            check_writable(options.vectors)
             yield _of_server(MiaClient(options.base_url, api_key=options.api_key), options.model, options.vectors)
             return
         with tempfile.TemporaryDirectory() as folder:
             own = taps.model_copy(update={"steering_folder": Path(folder)})
-            with open_engine(model_folder(options.model), own, **vllm_args) as llm:
+            with started(open_engine, model_folder(options.model), own, **vllm_args) as llm:
                 yield _of_engine(llm, Path(folder))
 
 
@@ -93,13 +99,13 @@ def _of_server(client: MiaClient, model: str, folder: Path) -> Steerable:
         try:
             client.client.put(f"/mia/vectors/{name}", cast_to=object)
         except openai.NotFoundError:
-            raise SystemExit(
+            refuse(
                 "the server has no route /v1/mia/vectors: start vLLM with VLLM_PLUGINS=mia, and ask it and not the "
                 "guard's proxy; --help has the whole command"
-            ) from None
+            )
         except openai.BadRequestError as error:
             reason = error.body.get("message") if isinstance(error.body, dict) else error.message
-            raise SystemExit(f"{reason}: --vectors, {folder}, must be the server's steering_folder") from None
+            refuse(f"{reason}: --vectors, {folder}, must be the server's steering_folder")
 
     def logprobs_of(one: Told) -> list[float]:
         ids = [*one.prompt_token_ids, *one.token_ids]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from guard.paths import cache_folder
+from guard.whole_file import write_whole
 
 BYTES_AT_ONCE = 1 << 22
 QUICK_BYTES = 2 << 30
@@ -63,10 +63,6 @@ def _known(model: Path) -> str | None:
 def _remember(model: Path, sha256: str) -> None:
     """A cache that cannot be written is no reason to stop."""
     try:
-        note = _note(model)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        partial = note.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(sha256, encoding="ascii")
-        partial.replace(note)
+        write_whole(_note(model), sha256.encode())
     except OSError:
         return

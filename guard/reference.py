@@ -184,7 +184,8 @@ def reference() -> str:
             (
                 "Errors of the proxy itself",
                 "\nIn OpenAI's shape. vLLM's own errors keep status and body; where rules judge answers, some but "
-                "for their [words](#streamed-answers).\n",
+                "for their [words](#streamed-answers). Reranking is an API of the guard: a fault of vLLM meanwhile, "
+                "as when its engine dies, is a 502 `upstream_unavailable` with vLLM's status in its message.\n",
                 ("status", "`error.code`", "`error.type`", "outcome in the ledger", "when"),
                 list(_errors()),
             ),

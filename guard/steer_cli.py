@@ -88,7 +88,7 @@ def learn(
     """
     from detectors.calibration.features import model_shape
     from detectors.calibration.progress import Reporter
-    from guard.steering.job import LearnJob, check_replaces_no_other, learn_vectors, write_vectors
+    from guard.steering.job import LearnJob, check_vectors_replace_no_other, learn_vectors, write_vectors
     from guard.steering.rows import read_pairs
     from guard.steering.settings import parse_layers
     from guard.steering.vector_files import checked_name
@@ -104,7 +104,7 @@ def learn(
         check_writable(_steering(configs, key))
         job = LearnJob(name, folder, key, read, chosen, method.value, at.value, command)
         if not force:
-            check_replaces_no_other(job, _steering(configs, key))
+            check_vectors_replace_no_other(job, _steering(configs, key))
         with Reporter() as reporter:
             reporter.total(len(read.positive) + len(read.negative))
             learnt = learn_vectors(job, reporter.advance_to)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,17 @@ import pytest
 
 from guard.machine import free_port, vllm_build
 from guard.mia.registry import PluginRegistry
+from guard.models import DEFAULT_MODEL
 from tests.servers import end, wait_ready
 
 DEFAULT_POLICY = Path(__file__).parent.parent / "policies" / "default.yaml"
 
+
+RETRY_POLICY = Path(__file__).parent.parent / "examples" / "policies" / "retry-steered.yaml"
+SELECTION = (
+    "{version: 1, default: default, assignments: [{name: also, policy: retry-steered, match: {routes: [/v1/rerank]}}]}"
+)
+"""An engine has taps for every policy that may judge."""
 
 SHARED = ("running_pair", "server")
 """Fixtures of a session that start an engine."""
@@ -61,10 +69,19 @@ class RunningPair:
 def running_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
     if vllm_build() is None:
         pytest.skip("needs vLLM: make install")
+    from guard.serve import engine_config_of
+
     folder = tmp_path_factory.mktemp("pair")
     port, engine_port = free_port(), free_port()
     command = [sys.executable, "-m", "guard", "serve", "--policy", str(DEFAULT_POLICY), "--port", str(port)]
     command += ["--engine-port", str(engine_port), "--ledger", str(folder / "ledger.jsonl")]
+    # Tests put more proxies in front of the engine, whose policies read more than the default one does.
+    (folder / "policies").mkdir()
+    for policy in (DEFAULT_POLICY, RETRY_POLICY):
+        shutil.copy(policy, folder / "policies")
+    (folder / "policies" / "selection.yaml").write_text(SELECTION)
+    taps = engine_config_of(DEFAULT_MODEL, folder / "policies", folder / "probes")
+    command += ["--", "--additional-config", taps]
     with (folder / "serve.log").open("wb") as log:
         # A session of its own, so that the whole group can be ended whatever happened to its leader.
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

@@ -54,6 +54,19 @@ def test_added_latency_is_a_quantile_minus_the_engines_own() -> None:
     assert "p50 ≤ 1: met; p99 ≤ 5: **missed** by 2" in text
 
 
+def test_a_table_without_rows_is_left_out(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    rows = [{**row("whole", variant), "load_average": 0.5, "wrong": 0} for variant in ("direct", "guard")]
+    run = {"versions": {}, "time": "now", "commit": "c", "machine": "m", "command": ["c"], "rows": rows}
+    write_page(page, [("run", run)])
+    assert "LiteLLM" not in page.read_text()
+    lines = page.read_text().splitlines()
+    heads = [i for i, line in enumerate(lines) if line.startswith("| ---")]
+    assert heads
+    assert all(lines[i + 1].startswith("| ") for i in heads)
+
+
 def test_a_page_without_its_place_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("nothing")
     with pytest.raises(ValueError, match="has no"):

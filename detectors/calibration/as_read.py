@@ -89,7 +89,7 @@ class AsRead:
         self._prefix = f"{kind}."
         self._detector = _computed_here(detector)
         self._wanted = wanted
-        self._kept = Kept(json.dumps([1, SCORE, model_key, kind, self._detector.config.fingerprint]), folder)
+        self._kept = Kept(json.dumps([1, SCORE, model_key, kind, self._detector.config.fingerprint]), [SCORE], folder)
 
     def lacks(self, row: Row) -> bool:
         return not self.why and self._wanted(row) and not self._kept.has(row.messages)

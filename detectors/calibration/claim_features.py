@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from detectors.calibration.claims import Claim
+from detectors.calibration.engine_states import states_of
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading
 from detectors.calibration.features import ROWS_AT_ONCE, candidate_layers, model_shape
 from detectors.calibration.readers import ROWS_PER_STEP, open_engine
 from guard.mia.engine_config import EngineConfig
-from guard.mia.results import FloatArray, Readouts, RowsReadout
+from guard.mia.results import FloatArray, Readouts
 from guard.mia.spec import HiddenCapture, MiaSpec, SpanPositions
 from guard.model_weights import weights_sha256
 
@@ -69,14 +70,8 @@ def read_claims(
 
 
 def _reading(claim: Claim, readouts: Readouts, plan: Plan) -> Reading:
-    last, mean, tokens = [], [], 0
-    for layer in plan.layers:
-        one = readouts.items.get(f"a{layer}")
-        if not isinstance(one, RowsReadout) or one.values is None or not one.positions:
-            reason = "nothing came back" if one is None else f"{one.status} {one.reason}".strip()
-            raise FeatureError(f"claim {claim.id}: no hidden states of the answer at layer {layer}: {reason}")
-        last.append(one.values[-1])
-        mean.append(one.values.mean(axis=0))
-        tokens = len(one.values)
-    nothing = np.zeros((0, 2), np.float32)
-    return Reading(np.stack(last), nothing, np.stack(mean)[None], np.array([tokens], np.float32))
+    states = [
+        states_of(readouts, f"a{layer}", f"claim {claim.id}", layer, tokens="the answer") for layer in plan.layers
+    ]
+    last, mean = np.stack([one[-1] for one in states]), np.stack([one.mean(axis=0) for one in states])
+    return Reading(last, np.zeros((0, 2), np.float32), mean[None], np.array([len(states[0])], np.float32))

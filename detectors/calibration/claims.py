@@ -54,6 +54,11 @@ class Claim:
     answer: str
 
     @property
+    def text(self) -> str:
+        """What tells it from other claims."""
+        return f"{self.question}\n{self.answer}"
+
+    @property
     def messages(self) -> tuple[dict[str, str], ...]:
         return (
             {"role": "system", "content": SYSTEM},

@@ -97,6 +97,9 @@ def calibrate(
     seed: Seed = 0,
     url: Url = None,
     api_key: ApiKey = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="For steering: replace a vector that was learnt otherwise.")
+    ] = False,
     ledger: Annotated[Path | None, typer.Option(help="For threshold: the ledger to read scores from.")] = None,
     detector: Annotated[str, typer.Option(help="For threshold: the detector's name in the policy.")] = "injection",
     config: Annotated[Path | None, typer.Option(help="For threshold: the detector's file, which is rewritten.")] = None,
@@ -110,7 +113,8 @@ def calibrate(
 ) -> None:
     """Measure a model: choose heads and layers, fit, set thresholds, and write what its detectors need.
 
-    A run that was stopped goes on where it was when it is started again.
+    A run that was stopped goes on where it was when it is started again. Detectors that are there are replaced; a
+    steering vector that was learnt otherwise is not, without --force.
     """
     everything = [kind for kind in Kind if kind is not Kind.threshold and not (url and kind.value in OFFLINE)]
     chosen = tuple(kind.value for kind in (kinds or everything))
@@ -132,12 +136,18 @@ def calibrate(
             raise typer.Exit(2)
         for kind in chosen:
             check_writable(out / kind)
+        job = Job(
+            folder, key, model, chosen, seed, shlex.join(["guard", "calibrate", *chosen, *options]), pooling.value
+        )
+        if Kind.steering.value in chosen and not force:
+            from detectors.calibration.steering import check_steering_replaces_no_other
+
+            check_steering_replaces_no_other(job, out)
         with_token_states = pooling in (Pooling.max, Pooling.best) and bool({"probe", "combination"} & set(chosen))
         request = Request(
             folder, names, seed, rows or None, url=url, api_key=api_key, with_token_states=with_token_states
         )
-        command = shlex.join(["guard", "calibrate", *chosen, *options])
-        _calibrate(Job(folder, key, model, chosen, seed, command, pooling.value), request, out)
+        _calibrate(job, request, out)
 
 
 def kinds_and(names: tuple[str, ...], rows: int) -> list[str]:

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from detectors.calibration.cli import ApiKey, Data, Model, Rows, Seed, Url, kinds_and, model_folder, told_errors
+from detectors.calibration.cli import (
+    OFFLINE,
+    ApiKey,
+    Data,
+    Model,
+    Rows,
+    Seed,
+    Url,
+    kinds_and,
+    model_folder,
+    told_errors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +97,9 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
         sha256 = weights_sha256(request.model)
         reporter.say(f"the detectors of {folder}" + ("" if configs else ", which ship; others: --model-configs FOLDER"))
         reports, without = _reports(material, request, folder, key, sha256, with_left_out, reporter)
+        for kind, why in of_statements(folder, key).items():
+            without[kind] = why
+            reporter.say(f"{kind} is not evaluated: {why}")
         about = _about(request, key, command, material, folder, sha256)
         about |= {"not_evaluated": without} if without else {}
         content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
@@ -108,6 +122,29 @@ def _built(configs: Path, key: str) -> dict[str, Any]:
             f"{configs}: has no detector of {key} ({', '.join(f'{kind}/{key}.json' for kind in DETECTORS)})"
         )
     return built
+
+
+def of_statements(configs: Path, key: str) -> dict[str, str]:
+    """By kind, of detectors that read statements made from facts: why they are not measured on rows, and on how much
+    their figures rest. Raises ``ModelConfigError``."""
+    from detectors.calibration.seen_rows import seen_count
+    from detectors.model_config import ModelConfig
+    from detectors.registry import build_detector
+
+    told = {}
+    for kind in sorted(OFFLINE):
+        path = configs / kind / f"{key}.json"
+        config = getattr(build_detector(kind, path), "config", None) if path.is_file() else None
+        if not isinstance(config, ModelConfig) or config.calibration is None:
+            continue
+        made = config.calibration
+        seen = seen_count(made.seen_rows)
+        told[kind] = f"it reads statements made from facts, of which {path} has seen " + (
+            f"{seen}; those that it was measured on are held out by seed {made.seed}"
+            if seen
+            else f"some and does not say which; it was calibrated by: {made.command}"
+        )
+    return told
 
 
 def _reports(

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from detectors.calibration.rows import Message
-from guard.mia.results import FloatArray, Readout
+from guard.mia.results import FloatArray
 from guard.paths import cache_folder
+from guard.whole_file import write_whole
 
 
 class FeatureError(RuntimeError):
     """The engine gave no readout for a row; the message names the row and the reason, never its text."""
-
-
-def reason_of(readout: Readout | None) -> str:
-    """Why a readout has no values."""
-    return "nothing came back" if readout is None else f"{readout.status} {readout.reason}".strip()
 
 
 @dataclass(frozen=True)
@@ -64,10 +59,12 @@ class Plan:
 
 
 class Kept:
-    """Small files of arrays, one for each conversation. ``key``: what they depend on beside it."""
+    """Small files of arrays, one for each conversation. ``key``: what they depend on beside it; ``names``: of the
+    arrays. A file that is cut off, or of other arrays, counts as not there, so that its row is read again."""
 
-    def __init__(self, key: str, folder: Path | None = None) -> None:
+    def __init__(self, key: str, names: Iterable[str], folder: Path | None = None) -> None:
         self._key = key
+        self._names = set(names)
         self._folder = cache_folder() / "features" if folder is None else folder
 
     def path(self, messages: Sequence[Message]) -> Path:
@@ -75,22 +72,28 @@ class Kept:
         return self._folder / name[:2] / f"{name[2:]}.safetensors"
 
     def has(self, messages: Sequence[Message]) -> bool:
-        return self.path(messages).is_file()
+        try:
+            # Opening compares what the header says with the file's size, and reads no array.
+            with safe_open(self.path(messages), "numpy") as file:
+                return set(file.keys()) == self._names
+        except (OSError, SafetensorError):
+            return False
 
     def arrays(self, messages: Sequence[Message]) -> dict[str, npt.NDArray[Any]] | None:
-        """None for what is not there; what cannot be read counts as not there."""
+        """None for what is not there."""
         try:
-            return load(self.path(messages).read_bytes())
+            arrays = load(self.path(messages).read_bytes())
         except (OSError, SafetensorError):
             return None
+        return arrays if arrays.keys() == self._names else None
 
     def put_arrays(self, messages: Sequence[Message], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Write it whole or not at all, so that a run may be killed at any time."""
+        """Whole or not at all. Raises ``FeatureError``."""
         path = self.path(messages)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
-        partial.replace(path)
+        try:
+            write_whole(path, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+        except OSError as error:
+            raise FeatureError(f"{path.parent}: what was read cannot be kept: {error.strerror}") from None
 
 
 class FeatureStore:
@@ -98,7 +101,8 @@ class FeatureStore:
 
     def __init__(self, model_sha256: str, plan: Plan, folder: Path | None = None) -> None:
         self.plan = plan
-        self._kept = Kept(json.dumps([1, model_sha256, asdict(plan)]), folder)
+        names = [field.name for field in fields(Reading)]
+        self._kept = Kept(json.dumps([1, model_sha256, asdict(plan)]), names, folder)
 
     def path(self, messages: Sequence[Message]) -> Path:
         return self._kept.path(messages)
@@ -108,10 +112,7 @@ class FeatureStore:
 
     def get(self, messages: Sequence[Message]) -> Reading | None:
         arrays = self._kept.arrays(messages)
-        try:
-            return None if arrays is None else Reading(**arrays)
-        except TypeError:
-            return None
+        return None if arrays is None else Reading(**arrays)
 
     def put(self, messages: Sequence[Message], reading: Reading) -> None:
         self._kept.put_arrays(

@@ -18,10 +18,11 @@ import numpy as np
 from detectors.attention_tracker import DATA, INSTRUCTION
 from detectors.calibration.captures import Extra, plan_captures, spec_of
 from detectors.calibration.demands import has_instruction
-from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading, reason_of
+from detectors.calibration.engine_states import reason_of, state_of, states_of
+from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading
 from detectors.calibration.rows import Message, Row
 from detectors.calibration.token_states import TokenStates
-from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout, Readouts, RowsReadout
+from guard.mia.results import AttentionReadout, FloatArray, Readouts
 from guard.mia.spec import MAX_CAPTURES, MiaSpec
 
 WINDOW_TOKENS = 32
@@ -184,18 +185,8 @@ def mean_of(reading: Reading) -> FloatArray:
 
 
 def reading_of(row: Row, readouts: Readouts, plan: Plan) -> Reading:
-    last = []
-    for layer in plan.layers:
-        hidden = readouts.items.get(f"last{layer}")
-        if not isinstance(hidden, HiddenReadout) or hidden.values is None:
-            raise FeatureError(f"{row.named}: no hidden state of layer {layer}: {reason_of(hidden)}")
-        last.append(hidden.values)
-    states = []
-    for layer in plan.window_layers:
-        one = readouts.items.get(f"data{layer}")
-        if not isinstance(one, RowsReadout) or one.values is None or not one.positions:
-            raise FeatureError(f"{row.named}: no hidden states of the data at layer {layer}: {reason_of(one)}")
-        states.append(one.values)
+    last = [state_of(readouts, f"last{layer}", row.named, layer) for layer in plan.layers]
+    states = [states_of(readouts, f"data{layer}", row.named, layer) for layer in plan.window_layers]
     if not states:
         nothing = np.zeros((0, 0, last[0].shape[-1]), np.float32)
         return Reading(np.stack(last), _mass(row, readouts, plan), nothing, np.zeros(0, np.float32))

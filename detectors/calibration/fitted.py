@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from detectors.calibration.metrics import Labels, Scores, Tried, quality, thresh
 from detectors.calibration.provenance import versions
 from detectors.model_config import Calibration, DataSource, ModelConfig, ModelInfo, Quality, Section
 from guard.model_weights import weights_sha256
+from guard.whole_file import write_whole
 
 Pooling = Literal["last_token", "mean", "max"]
 PoolingChoice = Literal["last_token", "mean", "max", "best"]
@@ -76,11 +76,11 @@ def calibration(
     setting: Tried,
     held_out: Scored,
     text_baseline: Scored,
-    seen_rows: str = "",
+    seen_rows: str,
 ) -> Calibration:
     """The record. setting: scores of rows that thresholds are set on, each by a fit that did not see it, with labels;
     held_out, text_baseline: of the same held-out rows. seen_rows: as in
-    ``Calibration``."""
+    ``Calibration``, of the same rows as ``data``."""
     return Calibration(
         method=method,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -106,28 +106,17 @@ def write(fitted: Mapping[str, Fitted], job: Job, out: Path) -> list[Path]:
     written = []
     for kind, one in fitted.items():
         folder = out / kind
-        folder.mkdir(parents=True, exist_ok=True)
         names = {name: _free_name(folder, name, content) for name, content in one.files.items()}
         for name, content in one.files.items():
             written.append(folder / names[name])
-            _put(written[-1], content)
+            write_whole(written[-1], content)
         config = folder / f"{job.config_key}.json"
         before = _files_of(config)
-        _put(config, (_renamed(one.config, names).model_dump_json(indent=2) + "\n").encode())
+        write_whole(config, (_renamed(one.config, names).model_dump_json(indent=2) + "\n").encode())
         written.append(config)
         for name in before - set(names.values()):
             (folder / name).unlink(missing_ok=True)
     return written
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _free_name(folder: Path, name: str, content: bytes) -> str:

@@ -16,6 +16,7 @@ from detectors.calibration.fit_h_node import Statements, fit_h_node, h_node_file
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
 from detectors.calibration.metrics import Tried
 from detectors.calibration.provenance import fact_sources
+from detectors.calibration.seen_rows import seen_digests
 from detectors.calibration.split import SPLITS
 from detectors.calibration.wheels import pull
 from detectors.h_node import HNodeConfig
@@ -78,6 +79,7 @@ def fit(job: Job, made: Sequence[Claim], last: FloatArray, layers: Sequence[int]
             Tried(validation, parts["validation"].labels),  # each states a fact of its own
             scored(np.asarray(sigmoid(fitted.logits(held_out.states)))),
             scored(baseline_scores(text, texts["held_out"])),
+            seen_digests(made),
         ),
     )
     return Fitted(config, {params.weights: raw})

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from detectors.calibration.baseline import baseline_scores, fit_baseline
+from detectors.calibration.engine_states import state_of
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading
 from detectors.calibration.features import ROWS_AT_ONCE, model_shape
 from detectors.calibration.fit_science import fit_science, science_files
@@ -22,12 +23,13 @@ from detectors.calibration.metrics import Tried
 from detectors.calibration.provenance import fact_sources
 from detectors.calibration.readers import open_engine
 from detectors.calibration.references import WHEELS_NEEDED, Pair, pairs
+from detectors.calibration.seen_rows import seen_digests
 from detectors.calibration.split import SPLITS
 from detectors.calibration.wheels import pull
 from detectors.science_hallucination import ScienceConfig, rms_norm
 from detectors.science_prompt import LABELS, conversation
 from guard.mia.engine_config import EngineConfig
-from guard.mia.results import FloatArray, HiddenReadout
+from guard.mia.results import FloatArray
 from guard.mia.spec import HiddenCapture, MiaSpec
 from guard.model_weights import weights_sha256
 
@@ -74,10 +76,7 @@ def read_pairs(
                 some = todo[start : start + ROWS_AT_ONCE]
                 spec = MiaSpec(hidden={STATE: HiddenCapture(layer=layer)})
                 for i, readouts in zip(some, llm.read([messages[i] for i in some], spec), strict=True):
-                    state = readouts.items.get(STATE)
-                    if not isinstance(state, HiddenReadout) or state.values is None:
-                        raise FeatureError(f"claim {made[i].id}: no hidden state of layer {layer}")
-                    store.put(messages[i], _reading(state.values))
+                    store.put(messages[i], _reading(state_of(readouts, STATE, f"claim {made[i].id}", layer)))
                 if progress is not None:
                     progress(len(made) - len(todo) + start + len(some))
     readings = [store.get(one) for one in messages]
@@ -116,7 +115,7 @@ def fit(job: Job, made: Sequence[Pair], states: FloatArray, gain: FloatArray, ep
     train, validation, held_out = (where[split] for split in SPLITS)
     fitted = fit_science(normed[train], labels[train], normed[validation], labels[validation])
     params, raw = science_files(fitted, gain, eps, layer, job.config_key)
-    texts = {split: [f"{made[i].reference}\n{made[i].claim}" for i in at] for split, at in where.items()}
+    texts = {split: [made[i].text for i in at] for split, at in where.items()}
     text = fit_baseline(texts["train"], wrong[train], texts["validation"], wrong[validation])
     groups, sources = [made[i].group for i in held_out], [made[i].source for i in held_out]
 
@@ -139,6 +138,7 @@ def fit(job: Job, made: Sequence[Pair], states: FloatArray, gain: FloatArray, ep
             Tried(1.0 - fitted.probabilities(normed[validation])[:, 0], wrong[validation]),
             scored(1.0 - probabilities[:, 0]),
             scored(baseline_scores(text, texts["held_out"])),
+            seen_digests(made),
         ),
     )
     return Fitted(config, {params.weights: raw})

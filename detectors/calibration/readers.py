@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from detectors.calibration.feature_store import FeatureError, Plan
 from detectors.calibration.features import WINDOW_LAYERS, WINDOW_TOKENS, ModelShape, evenly_spaced
 from guard.mia.client import MiaClient
 from guard.mia.engine_config import EngineConfig
-from guard.mia.results import Readouts
+from guard.mia.results import Readout, Readouts
 from guard.mia.spec import MiaSpec
 
 MAX_MODEL_LEN = 4096
@@ -28,6 +28,13 @@ ROWS_PER_STEP = 8192
 """Rows of the residual stream that one step may copy: a whole step's tokens, as all of the data is read."""
 HOST_BYTES = 2 << 30
 HTTP_CONNECTIONS = 8
+
+ANSWER_LIMIT = "max_answer_bytes"
+"""The engine's setting, by which a readout's reason is known."""
+TOO_LARGE_ALONE = (
+    f"it alone is larger than the engine's {ANSWER_LIMIT}: start the engine with more, shorten the row, or leave out "
+    "--url"
+)
 
 Conversation = Sequence[dict[str, str]]
 
@@ -92,6 +99,17 @@ class HttpReader:
             return list(pool.map(partial(self._read_one, answer_tokens), conversations, specs))
 
     def _read_one(self, answer_tokens: int, conversation: Conversation, spec: MiaSpec) -> Readouts:
+        """In as many answers as it takes: an engine fills one up to its limit and says what it left out."""
+        read = self._ask(answer_tokens, conversation, spec)
+        while left := {name for name, one in read.items.items() if did_not_fit(one)}:
+            more = self._ask(answer_tokens, conversation, _only(spec, left))
+            read = replace(read, items={**read.items, **more.items})
+            if all(did_not_fit(one) for one in more.items.values()):
+                alone = {name: replace(one, reason=TOO_LARGE_ALONE) for name, one in more.items.items()}
+                return replace(read, items={**read.items, **alone})
+        return read
+
+    def _ask(self, answer_tokens: int, conversation: Conversation, spec: MiaSpec) -> Readouts:
         answer = self.client.generate(
             list(conversation),
             self.model,
@@ -104,6 +122,18 @@ class HttpReader:
         if event is None or "readouts" not in event:
             raise FeatureError("the engine answered without readouts: is it a vLLM with the plugin mia?")
         return of_all_stages([Readouts.from_wire(one) for one in event["readouts"]])
+
+
+def did_not_fit(readout: Readout) -> bool:
+    """Whether it was left out because the answer was full."""
+    return readout.status == "dropped" and ANSWER_LIMIT in readout.reason
+
+
+def _only(spec: MiaSpec, names: Set[str]) -> MiaSpec:
+    """For these captures alone."""
+    hidden = {name: one for name, one in spec.hidden.items() if name in names}
+    attention = {name: one for name, one in spec.attention.items() if name in names}
+    return spec.model_copy(update={"hidden": hidden, "attention": attention})
 
 
 @dataclass(frozen=True)

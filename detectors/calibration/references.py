@@ -39,6 +39,11 @@ class Pair:
     claim: str
     label: str
 
+    @property
+    def text(self) -> str:
+        """What tells it from other pairs, and what a text classifier reads."""
+        return f"{self.reference}\n{self.claim}"
+
 
 def pairs(seed: int, subjects: int | None = None) -> list[Pair]:
     """Three for each fact, one of each label. Same seed and same wheels: same pairs. Raises ``DataError``.

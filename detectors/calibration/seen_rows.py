@@ -10,19 +10,35 @@ import binascii
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from detectors.calibration.provenance import data_sources
 from detectors.calibration.rows import Row
-from detectors.calibration.split import SPLITS
+from detectors.calibration.split import SPLITS, Split
 from detectors.model_config import Calibration
 
 DIGEST_BYTES = 5
 """Of ten thousand rows against ten thousand, one in ten thousand runs has a pair that agrees by chance."""
 
 
-def seen_digests(rows: Sequence[Row]) -> str:
+class Seeable(Protocol):
+    """A row, or a statement made from facts. ``text``: whatever of it differs between two of them."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def split(self) -> Split: ...
+
+
+def seen_digests(rows: Sequence[Seeable]) -> str:
     """Of the texts of all rows that are not held out, in base64."""
     return base64.b64encode(b"".join(sorted({_digest(row) for row in rows if row.split != "held_out"}))).decode()
+
+
+def seen_count(digests: str) -> int:
+    """How many different texts ``seen_digests`` has told of."""
+    return len(_decoded(digests)) // DIGEST_BYTES
 
 
 def seen_remark(calibration: Calibration, path: Path, rows: Sequence[Row], seed: int) -> str:
@@ -57,7 +73,7 @@ def seen_remark(calibration: Calibration, path: Path, rows: Sequence[Row], seed:
     )
 
 
-def _digest(row: Row) -> bytes:
+def _digest(row: Seeable) -> bytes:
     return hashlib.sha256(row.text.encode()).digest()[:DIGEST_BYTES]
 
 

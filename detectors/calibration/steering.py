@@ -8,7 +8,7 @@ tried on suspicious prompts of our own: the answer should decline, and still be 
 from __future__ import annotations
 
 import datetime
-import json
+import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,18 +21,20 @@ import numpy as np
 import yaml
 from safetensors.numpy import save_file
 
-from detectors.calibration.feature_store import FeatureError
+from detectors.calibration.engine_states import state_of
 from detectors.calibration.features import model_shape
 from detectors.calibration.fitted import Job
 from detectors.calibration.provenance import versions
 from detectors.calibration.readers import open_engine
 from guard.mia.engine_config import EngineConfig
-from guard.mia.results import FloatArray, HiddenReadout
+from guard.mia.results import FloatArray
 from guard.mia.spec import HiddenCapture, MiaSpec, Steer
 from guard.model_weights import weights_sha256
 from guard.steering.coherence import distinct_share
+from guard.steering.vector_files import check_replaces_no_other, write_vector
 
 NAME = "caution"
+METHOD = "difference of means at the last prompt token: after turns that declined, against none"
 COEFFICIENTS = (0.8, 1.0, 1.2, 1.4)
 DEPTHS = (0.7, 0.73, 0.77, 0.8, 0.87, 0.9)
 """Layers tried, as shares of the model's depth; the earlier ones turned answers into loops before they declined."""
@@ -71,9 +73,15 @@ def choose(trials: Sequence[Trial], unsteered: Trial) -> Trial:
     return max(readable or trials, key=lambda trial: (trial.declined + trial.distinct, -trial.coefficient))
 
 
+def check_steering_replaces_no_other(job: Job, out: Path) -> None:
+    """To be asked before anything is computed. Raises ``NotWritableError`` where ``calibrate_steering`` would replace a
+    vector that was learnt otherwise."""
+    check_replaces_no_other(_folder(job, out) / f"{NAME}.safetensors", _learnt_from(job))
+
+
 def calibrate_steering(job: Job, out: Path, say: Callable[[str], None]) -> list[Path]:
     """Write ``out/steering/<config_key>/caution.safetensors``; returns the paths."""
-    texts = yaml.safe_load(files("detectors.calibration.texts").joinpath("steering.yaml").read_text(encoding="utf-8"))
+    texts = yaml.safe_load(_texts())
     count = model_shape(job.model).layers
     layers = tuple(dict.fromkeys(max(1, round(depth * count)) for depth in DEPTHS))
     say(f"learning the steering vector {NAME!r} at layers {list(layers)}")
@@ -83,10 +91,27 @@ def calibrate_steering(job: Job, out: Path, say: Callable[[str], None]) -> list[
     best = choose(trials, unsteered)
     say(f"without steering {unsteered.declined:.0%} decline, distinct {unsteered.distinct:.2f}")
     say(f"layer {best.layer}, coefficient {best.coefficient:g}: {best.declined:.0%} decline, {best.distinct:.2f}")
-    path = out / "steering" / job.config_key / f"{NAME}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _save(path, vectors[best.layer], _record(job, vectors[best.layer], best, unsteered, trials))
-    return [path]
+    record = _record(job, vectors[best.layer], best, unsteered, trials)
+    return [write_vector(_folder(job, out), NAME, vectors[best.layer], record)]
+
+
+def _folder(job: Job, out: Path) -> Path:
+    return out / "steering" / job.config_key
+
+
+def _texts() -> str:
+    return files("detectors.calibration.texts").joinpath("steering.yaml").read_text(encoding="utf-8")
+
+
+def _learnt_from(job: Job) -> dict[str, Any]:
+    """What the vector, its layer and its coefficient depend on."""
+    return {
+        "model_sha256": weights_sha256(job.model),
+        "method": METHOD,
+        "texts_sha256": hashlib.sha256(_texts().encode()).hexdigest(),
+        "depths": list(DEPTHS),
+        "coefficients": list(COEFFICIENTS),
+    }
 
 
 def _learn(model: Path, layers: Sequence[int], texts: dict[str, Any]) -> FloatArray:
@@ -95,7 +120,12 @@ def _learn(model: Path, layers: Sequence[int], texts: dict[str, Any]) -> FloatAr
     spec = MiaSpec(hidden={f"h{layer}": HiddenCapture(layer=layer) for layer in layers})
     with open_engine(model, EngineConfig(hidden_layers=tuple(layers))) as llm:
         readouts = llm.read([*cautious, *plain], spec)
-    states = np.stack([np.stack([_values(one.items[f"h{layer}"]) for layer in layers]) for one in readouts])
+    states = np.stack(
+        [
+            np.stack([state_of(one, f"h{layer}", f"conversation {number}", layer) for layer in layers])
+            for number, one in enumerate(readouts, start=1)
+        ]
+    )
     return contrast(states[: len(cautious)], states[len(cautious) :])
 
 
@@ -136,17 +166,10 @@ def _conversation(texts: dict[str, Any], request: str, turns: Sequence[Sequence[
     return [*messages, {"role": "user", "content": request}]
 
 
-def _values(readout: Any) -> FloatArray:
-    if not isinstance(readout, HiddenReadout) or readout.values is None:
-        raise FeatureError(f"the engine gave no hidden state: {readout.status} {readout.reason}")
-    return readout.values
-
-
 def _record(job: Job, vector: FloatArray, best: Trial, unsteered: Trial, trials: Sequence[Trial]) -> dict[str, Any]:
     return {
         "model": job.config_key,
-        "model_sha256": weights_sha256(job.model),
-        "method": "difference of means at the last prompt token: after turns that declined, against none",
+        **_learnt_from(job),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": job.command,
         "versions": versions(),
@@ -155,8 +178,3 @@ def _record(job: Job, vector: FloatArray, best: Trial, unsteered: Trial, trials:
         "unsteered": asdict(unsteered),
         "trials": [asdict(trial) for trial in trials],
     }
-
-
-def _save(path: Path, vector: FloatArray, record: dict[str, Any]) -> None:
-    # One entry of metadata, because the format keeps several in no fixed order.
-    save_file({"vector": vector}, path, metadata={"calibration": json.dumps(record)})

@@ -16,9 +16,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from detectors.calibration.captures import Captures, of_data
-from detectors.calibration.feature_store import FeatureError, Kept, reason_of
+from detectors.calibration.engine_states import states_of
+from detectors.calibration.feature_store import FeatureError, Kept
 from detectors.calibration.rows import Row
-from guard.mia.results import FloatArray, Readouts, RowsReadout
+from guard.mia.results import FloatArray, Readouts
 
 TOKEN_LAYERS = 3
 """At how many evenly spaced ones of the layers at which means are kept."""
@@ -68,18 +69,14 @@ class TokenStore:
     def __init__(self, model_sha256: str, layers: tuple[int, ...], folder: Path | None = None) -> None:
         self.layers = layers
         self.captures = Captures(hidden={f"tokens{layer}": of_data(layer) for layer in layers})
-        self._kept = Kept(json.dumps([1, "tokens", model_sha256, layers]), folder)
+        names = [SCALE, *(f"layer{layer}" for layer in layers)]
+        self._kept = Kept(json.dumps([1, "tokens", model_sha256, layers]), names, folder)
 
     def lacks(self, row: Row) -> bool:
         return not self._kept.has(row.messages)
 
     def take(self, row: Row, readouts: Readouts) -> None:
-        states = []
-        for layer in self.layers:
-            one = readouts.items.get(f"tokens{layer}")
-            if not isinstance(one, RowsReadout) or one.values is None or not one.positions:
-                raise FeatureError(f"{row.named}: no states of the data's tokens at layer {layer}: {reason_of(one)}")
-            states.append(one.values)
+        states = [states_of(readouts, f"tokens{layer}", row.named, layer) for layer in self.layers]
         # A few components of some models are larger than float16 holds.
         scale = np.array([max(1.0, float(np.abs(one).max()) / LARGEST) for one in states], np.float32)
         halves = {

@@ -35,6 +35,7 @@ from guard.proxy.recording import Handler
 from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import RERANK, Services
+from guard.proxy.usage import expect_nothing
 from guard.proxy.verdict import blocked, judge, read_texts, spec_refusal_of
 from guard.proxy.wire import Fields, Slot, Texts
 from guard.proxy.wire_choices import chat_form
@@ -57,6 +58,9 @@ STEERS: tuple[Action, ...] = ("steer", "retry")
 FIELDS = frozenset({"model", "query", "documents", "top_n", "return_documents", "user", "stream"})
 ID_SUFFIXES = ("-query", "-blank")
 """Behind the request's id, so that vLLM's log tells the two prompts apart."""
+
+BUSY = 503
+"""The model server asks to come back later, and says when."""
 
 COHERE = "/v2/rerank"
 """The path whose answer has Cohere's ``meta`` beside Jina's ``usage``."""
@@ -155,6 +159,10 @@ async def _rerank(
         if whole.status != 200:
             if refusal := spec_refusal_of(whole):
                 raise UpstreamError(f"the model server cannot read the reranker's heads: {refusal}")
+            if whole.status >= 500 and whole.status != BUSY:
+                # An answer to a prompt of ours, whose words are no answer of this API and may quote the documents.
+                expect_nothing(record)
+                raise UpstreamError(f"the model server failed ({whole.status}) while it read query and documents")
             return await relay_whole(exchange, whole)
     tokens = [_usage(whole) for whole in wholes]
     record.prompt_tokens, record.completion_tokens = (sum(column) for column in zip(*tokens, strict=True))

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from detectors.calibration.provenance import versions
 from detectors.calibration.readers import HOST_BYTES, open_engine
 from guard.mia.engine_config import EngineConfig
@@ -22,7 +20,7 @@ from guard.steering.learning import Learnt, Method, learn
 from guard.steering.rows import Pairs
 from guard.steering.states import At, Reading, default_store, read_states
 from guard.steering.sweep import Result, Sweep, Trial, kept_trials, run_sweep, sweep_key, write_trials
-from guard.steering.vector_files import name_at, read_vector, write_vector
+from guard.steering.vector_files import check_replaces_no_other, name_at, write_vector
 from guard.writable import NotWritableError
 
 TOKENS_PER_STEP = 2048
@@ -67,8 +65,8 @@ def reading_engine(model: Path, reading: Reading) -> AbstractContextManager[Any]
     return engine
 
 
-def check_replaces_no_other(job: LearnJob, folder: Path) -> None:
-    """Vectors that were learnt otherwise stay: policies may serve them. Raises ``NotWritableError``."""
+def check_vectors_replace_no_other(job: LearnJob, folder: Path) -> None:
+    """Of this name, at every layer. Raises ``NotWritableError``."""
     same = {
         "pairs_sha256": job.pairs.sha256,
         "method": job.method,
@@ -76,17 +74,7 @@ def check_replaces_no_other(job: LearnJob, folder: Path) -> None:
         "model_sha256": weights_sha256(job.model),
     }
     for layer in job.layers:
-        path = folder / f"{name_at(job.name, layer)}.safetensors"
-        if path.exists() and not _learnt_so(path, same):
-            raise NotWritableError(f"{path}: was learnt otherwise; give another name, or --force to replace it")
-
-
-def _learnt_so(path: Path, same: dict[str, str]) -> bool:
-    try:
-        record = read_vector(path)[1]
-    except (OSError, SafetensorError, ValueError):
-        return False
-    return all(record.get(name) == value for name, value in same.items())
+        check_replaces_no_other(folder / f"{name_at(job.name, layer)}.safetensors", same)
 
 
 def write_vectors(job: LearnJob, learnt: list[Learnt], folder: Path) -> list[Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from safetensors.numpy import load, save
 from guard.mia.results import FloatArray, HiddenReadout, Readouts, RowsReadout
 from guard.mia.spec import HiddenCapture, MiaSpec, SpanPositions
 from guard.paths import cache_folder
+from guard.whole_file import write_whole
 
 At = Literal["last", "mean"]
 """``last``: the prompt's last token, where the answer begins. ``mean``: over the tokens of the last message."""
@@ -87,11 +87,7 @@ class StateStore:
 
     def put(self, conversation: Conversation, states: FloatArray) -> None:
         """Whole or not at all, so that a run may be killed at any time."""
-        path = self.path(conversation)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_bytes(save({"states": np.ascontiguousarray(states, np.float32)}))
-        partial.replace(path)
+        write_whole(self.path(conversation), save({"states": np.ascontiguousarray(states, np.float32)}))
 
 
 def default_store(model_sha256: str, reading: Reading) -> StateStore:

@@ -22,6 +22,7 @@ from guard.steering.coherence import continuation_logprobs, distinct_share, perp
 from guard.steering.measures import Answered, Measure
 from guard.steering.rows import Prompts
 from guard.steering.vector_files import name_at
+from guard.whole_file import write_whole
 
 LEAST_DISTINCT = 0.9
 """Answers whose share of distinct word triples falls below this share of the unsteered one's count as loops."""
@@ -154,10 +155,7 @@ def write_trials(file: Path, key: str, trials: Sequence[Trial], about: Mapping[s
         if math.isinf(one["perplexity"]):
             one["perplexity"] = None
     text = json.dumps({**about, "key": key, "trials": shown}, indent=1, ensure_ascii=False, allow_nan=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(file)
+    write_whole(file, f"{text}\n".encode())
 
 
 def _rounded(trial: Trial) -> Trial:

@@ -17,6 +17,8 @@ from safetensors.numpy import save
 
 from guard.mia.results import FloatArray
 from guard.mia.spec import NAME
+from guard.whole_file import write_whole
+from guard.writable import NotWritableError
 
 TENSOR_NAME = "vector"
 """As ``guard.mia.steering`` wants it, which would load torch here."""
@@ -59,12 +61,24 @@ def name_at(name: str, layer: int) -> str:
 
 def write_vector(folder: Path, name: str, vector: FloatArray, record: Mapping[str, Any]) -> Path:
     """``folder/NAME.safetensors``, whole or not at all. vector: ``[hidden_size]``."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.safetensors"
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(save({TENSOR_NAME: vector}, metadata={RECORD: json.dumps(record)}))
-    partial.replace(path)
+    write_whole(path, save({TENSOR_NAME: vector}, metadata={RECORD: json.dumps(record)}))
     return path
+
+
+def check_replaces_no_other(path: Path, same: Mapping[str, Any]) -> None:
+    """A vector that was learnt otherwise stays: policies may serve it. same: what the record of one that was learnt so
+    says. Raises ``NotWritableError``."""
+    if path.exists() and not _learnt_so(path, same):
+        raise NotWritableError(f"{path}: was learnt otherwise; give another name or folder, or --force to replace it")
+
+
+def _learnt_so(path: Path, same: Mapping[str, Any]) -> bool:
+    try:
+        record = read_vector(path)[1]
+    except (OSError, SafetensorError, ValueError):
+        return False
+    return all(record.get(name) == value for name, value in same.items())
 
 
 def read_vector(path: Path) -> tuple[FloatArray, Mapping[str, Any]]:

@@ -117,15 +117,16 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_example_that_asks_the_proxy_says_in_one_line_to_ask_its_engine(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "examples"))
-    for module in ("door", "hidden_states"):
+    for module in ("arguments", "door", "hidden_states"):
         sys.modules.pop(module, None)
     async with proxied(server, tmp_path) as proxy:
         main = importlib.import_module("hidden_states").main
-        with pytest.raises(SystemExit, match="guard's proxy; give the address of its engine, as http"):
+        with pytest.raises(SystemExit, match="2"):
             await asyncio.to_thread(main, ["--model", "tiny", "--base-url", f"{proxy.url}/v1"])
+    assert "guard's proxy; give the address of its engine, as http" in capfd.readouterr().err
 
 
 def test_a_client_ranks_by_what_transformers_attention_says(server: Server) -> None:

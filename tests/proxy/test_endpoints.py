@@ -566,6 +566,9 @@ async def test_an_assignment_may_go_by_route(start_proxy: StartProxy, tmp_path: 
             assert label.startswith("lax@" if other == route else "test@")
 
 
+RERANKED = {"model": "tiny", "query": "q", "documents": ["a secret", "b"]}
+
+
 def reranking(folder: Path) -> dict[str, Any]:
     """Settings of a proxy that ranks."""
     config = folder / "configs" / "core_reranker" / "tiny.json"
@@ -589,11 +592,31 @@ async def test_no_scope_makes_a_detector_that_reads_the_model_clean_where_nothin
         assert not engine.bodies
 
 
+async def test_a_fault_of_the_engine_while_documents_are_ranked_is_an_error_of_the_guards(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    lax = "{version: 1, name: lax}"
+    async with running(FakeEngine()) as engine, start_proxy(engine, lax, **reranking(tmp_path)) as proxy:
+        engine.error = (500, {"error": {"message": "EngineCore: a secret", "code": 500}}, {})
+        with pytest.raises(openai.APIStatusError) as failed:
+            async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="x", max_retries=0) as client:
+                await client.post("/rerank", body=RERANKED, cast_to=object)
+        assert failed.value.status_code == 502
+        assert failed.value.code == "upstream_unavailable"
+        assert "the model server failed (500)" in failed.value.message
+        assert "secret" not in failed.value.message
+        entry = await proxy.entry()
+        assert (entry["outcome"], entry["status"], entry["tokens"]["charged"]) == ("upstream_unavailable", 502, 0)
+        # What clients can act on stays.
+        engine.error = (503, {"error": {"message": "later"}}, {"retry-after": "7"})
+        status, headers, _ = await proxy.post(RERANKED, path="/v1/rerank")
+        assert (status, headers["retry-after"]) == (503, "7")
+
+
 @pytest.mark.parametrize("replacement", ["gone", "' '"])
 async def test_a_rule_that_redacts_documents_is_named_and_they_get_no_order(
     start_proxy: StartProxy, tmp_path: Path, replacement: str
 ) -> None:
-    settings = reranking(tmp_path)
     text = f"""version: 1
 name: p
 detectors:
@@ -604,9 +627,8 @@ rules:
     action: redact
     redact: {{messages: [tool.all], replacement: {replacement}}}
 """
-    async with running(FakeEngine()) as engine, start_proxy(engine, text, **settings) as proxy:
-        body = {"model": "tiny", "query": "q", "documents": ["a secret", "b"]}
-        status, _, raw = await proxy.post(body, path="/v1/rerank")
+    async with running(FakeEngine()) as engine, start_proxy(engine, text, **reranking(tmp_path)) as proxy:
+        status, _, raw = await proxy.post(RERANKED, path="/v1/rerank")
         assert (status, json.loads(raw)["error"]["code"]) == (502, "redaction_unavailable"), raw
         assert "rule bad" in json.loads(raw)["error"]["message"]
         _, _, raw = await proxy.post({}, path="/v1/nothing")

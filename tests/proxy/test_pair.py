@@ -341,3 +341,44 @@ async def test_what_hides_an_attack_behind_another_end_of_the_prompt_is_no_clean
         status, headers, _ = await proxy.post({**body(""), "messages": [body("")["messages"][0], *hidden]})
         assert (alone, status, headers["x-guard-rules"]) == (400, 503, "always")
         assert (await proxy.entries(2))[1]["scores"]["injection"] < 0.5
+
+
+RETRY = (Path(__file__).parents[2] / "examples" / "policies" / "retry-steered.yaml").read_text(encoding="utf-8")
+STRICTER = RETRY.replace("fpr_5pct", "0.2")
+"""No answer to the prompts here reaches the shipped threshold; what comes after one that does is the same."""
+
+
+async def test_the_retry_policy_of_the_examples_asks_again_steered_for_what_looks_made_up(
+    guarded: Any, proxy_url: str
+) -> None:
+    asked = [body(user, max_tokens=40) for user in ("What is the largest ocean?", "Say hello.")]
+    plain = [text_of(await post(proxy_url, one)) for one in asked]
+    async with guarded(STRICTER) as proxy:
+        answers = [await proxy.post(one) for one in asked]
+        entries = [entry["answer"] for entry in await proxy.entries(2)]
+    assert [(status, headers["x-guard-action"]) for status, headers, _ in answers] == [(200, "allow"), (200, "retry")]
+    assert [entry["attempts"] for entry in entries] == [0, 1]
+    assert [entry["scores"]["made_up"] < 0.2 for entry in entries] == [True, True]
+    said = [text_of((status, raw)) for status, _, raw in answers]
+    assert said[0] == plain[0]
+    # The vector is nowhere in the first answer, and in every token of the second.
+    assert said[1][:12] != plain[1][:12]
+
+
+async def test_an_answer_that_looks_made_up_again_is_an_error_under_the_retry_policy(guarded: Any) -> None:
+    async with guarded(STRICTER) as proxy:
+        status, headers, raw = await proxy.post(body("Name a colour.", max_tokens=40))
+        (entry,) = await proxy.entries(1)
+    assert (status, headers["x-guard-action"], headers["x-guard-rules"]) == (400, "block", "made-up")
+    assert json.loads(raw)["error"]["message"].startswith("No answer was found that the model stands by.")
+    assert entry["answer"]["attempts"] == 1
+    assert entry["answer"]["scores"]["made_up"] >= 0.2
+
+
+async def test_the_retry_policy_as_it_is_measures_answers_and_lets_them_pass(guarded: Any, proxy_url: str) -> None:
+    plain = text_of(await post(proxy_url, body(QUESTION)))
+    async with guarded(RETRY) as proxy:
+        status, _, raw = await proxy.post(body(QUESTION))
+        (entry,) = await proxy.entries(1)
+    assert text_of((status, raw)) == plain
+    assert entry["answer"]["scores"]["made_up"] is not None

@@ -15,6 +15,7 @@ from guard.machine import vllm_build
 from guard.models import pull
 from guard.paths import cache_folder
 from guard.steering.vector_files import write_vector
+from tests.detectors.calibration.tiny_model import StartedError, no_engine
 from tests.engine.engines import in_process
 
 CHECKOUT = Path(__file__).parents[2]
@@ -75,13 +76,7 @@ def test_files_of_something_else_are_not_replaced_and_no_engine_starts(
         pytest.skip("needs vLLM: make install")
     pull("smollm2-135m")
 
-    class StartedError(Exception):
-        pass
-
-    def start(*_args: object, **_kwargs: object) -> None:
-        raise StartedError
-
-    monkeypatch.setattr("guard.steering.job.open_engine", start)
+    monkeypatch.setattr("guard.steering.job.open_engine", no_engine)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache" / "mia-guard").mkdir(parents=True)
     (tmp_path / "cache" / "mia-guard" / "models").symlink_to(MODELS)

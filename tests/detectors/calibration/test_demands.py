@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from detectors.calibration.claims import Claim
 from detectors.calibration.data import load_rows
+from detectors.calibration.seen_rows import seen_digests
 from guard.cli import app
+from guard.data import data_folder
 from tests.detectors.calibration.tiny_model import make_model, plant, write_rows
 
 KINDS = ("probe", "attention_tracker", "text_baseline", "combination", "tool_call_risk")
@@ -117,6 +121,26 @@ def test_rows_that_no_tool_returned_are_evaluated_and_the_detector_of_tool_calls
     assert set(report(calibrated.model)["detectors"]) == set(KINDS) - {"tool_call_risk"}
     assert list(report(calibrated.model)["about"]["not_evaluated"]) == ["tool_call_risk"]
     assert "not_evaluated" in (calibrated.model.parent / "report" / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("with_digests", [True, False], ids=["with digests", "of an older version"])
+def test_of_detectors_of_statements_is_told_what_they_have_seen(
+    calibrated: Calibrated, tmp_path: Path, with_digests: bool
+) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(calibrated.model.parent / "configs", configs)
+    (configs / "h_node").mkdir()
+    for path in (data_folder("model_configs") / "h_node").iterdir():
+        shutil.copy(path, configs / "h_node")
+    content = json.loads((configs / "h_node" / "SmolLM2-135M-Instruct.json").read_text(encoding="utf-8"))
+    statements = [Claim(str(i), "r", "s", "g", "train", False, "Which?", f"Number {i}.") for i in range(12)]
+    content["calibration"]["seen_rows"] = seen_digests(statements) if with_digests else ""
+    (configs / "h_node" / "tiny.json").write_text(json.dumps(content), encoding="utf-8")
+    outcome = evaluate(calibrated.model, configs, calibrated.users)
+    assert outcome.exit_code == 0, outcome.output
+    told = report(calibrated.model)["about"]["not_evaluated"]["h_node"]
+    assert told in flat(outcome)
+    assert ("has seen 12; " if with_digests else "has seen some and does not say which") in told
 
 
 @pytest.mark.parametrize("command", [["calibrate", "probe"], ["eval"]])

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from detectors.calibration.captures import plan_captures
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan
 from detectors.calibration.features import ROWS_AT_ONCE, ModelShape, read_features
 from detectors.calibration.readers import Served
 from detectors.calibration.rows import Row
+from detectors.calibration.token_states import TokenStore
 from guard.mia.results import AttentionReadout, HiddenReadout, Readouts, RowsReadout
 from guard.mia.spec import MiaSpec
 
@@ -144,12 +146,30 @@ def test_an_engine_whose_model_has_another_shape_is_refused() -> None:
         served.check_shape(ModelShape(3, 1, SIZE))
 
 
-def test_a_file_that_was_cut_off_is_read_again(tmp_path: Path) -> None:
-    store, rows, reader = FeatureStore("m", PLAN, tmp_path), rows_of(1), CountingReader()
-    read_features(rows, store, reader.opened)
-    path = store.path(rows[0].messages)
-    path.write_bytes(path.read_bytes()[:40])
-    assert store.get(rows[0].messages) is None
+@pytest.mark.parametrize("kept", ["nothing", "half of the header", "all but the last byte", "other arrays"])
+def test_a_row_whose_file_is_not_whole_is_read_again_in_the_same_run(tmp_path: Path, kept: str) -> None:
+    store, rows, reader = FeatureStore("m", PLAN, tmp_path), rows_of(3), CountingReader()
+    whole = read_features(rows, store, reader.opened)
+    path = store.path(rows[1].messages)
+    raw = path.read_bytes()
+    path.write_bytes(
+        save({"last": np.zeros(3, np.float32)})
+        if kept == "other arrays"
+        else raw[: {"nothing": 0, "half of the header": 40, "all but the last byte": -1}[kept]]
+    )
+    again = read_features(rows, store, reader.opened)
+    assert reader.seen == [0, 1, 2, 1]
+    assert np.array_equal(again.hidden, whole.hidden)
+
+
+def test_what_is_kept_beside_the_readings_is_read_again_where_its_file_is_cut_off(tmp_path: Path) -> None:
+    (row,), tokens = rows_of(1), TokenStore("m", (2,), tmp_path)
+    values = np.ones((6, SIZE), np.float32)
+    tokens.take(row, Readouts({"tokens2": RowsReadout("complete", 2, positions=tuple(range(6)), values=values)}))
+    (path,) = tokens.states([row]).paths
+    assert not tokens.lacks(row)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert tokens.lacks(row)
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:

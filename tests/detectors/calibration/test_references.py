@@ -16,6 +16,7 @@ from detectors.calibration.feature_store import FeatureError
 from detectors.calibration.fitted import Job, write
 from detectors.calibration.metrics import auroc
 from detectors.calibration.references import OTHER_WORDS, WHEELS_NEEDED, Pair, pairs
+from detectors.calibration.seen_rows import seen_count, seen_digests
 from detectors.calibration.split import Split
 from detectors.calibration.wheels import wheel_path
 from detectors.h_node import HNode
@@ -83,7 +84,7 @@ def test_the_text_alone_hardly_tells(made: list[Pair]) -> None:
     texts, wrong = {}, {}
     for split in ("train", "validation", "held_out"):
         some = [pair for pair in made if pair.split == split]
-        texts[split] = [f"{pair.reference}\n{pair.claim}" for pair in some]
+        texts[split] = [pair.text for pair in some]
         wrong[split] = np.array([int(pair.label != "entailment") for pair in some])
     model = fit_baseline(texts["train"], wrong["train"], texts["validation"], wrong["validation"])
     assert 0.4 < auroc(baseline_scores(model, texts["held_out"]), wrong["held_out"]) < 0.62
@@ -101,6 +102,8 @@ def test_what_is_fitted_to_references_is_written_and_scores_as_it_says(
     fitted = of_references.fit(job, made, states, gain, eps, layer=4)
     assert fitted.config.calibration is not None
     assert fitted.config.calibration.quality.auroc > 0.8
+    assert fitted.config.calibration.seen_rows == seen_digests(made)
+    assert seen_count(seen_digests(made)) == len({pair.text for pair in made if pair.split != "held_out"})
     write({"science_hallucination": fitted}, job, tmp_path / "out")
     detector = ScienceHallucination.load(tmp_path / "out" / "science_hallucination" / "tiny.json")
     held_out = [i for i, pair in enumerate(made) if pair.split == "held_out"]
@@ -128,6 +131,7 @@ def test_what_is_fitted_to_claims_is_written_and_loads(job: Job, tmp_path: Path)
     assert detector.config.params.layer == 9
     assert fitted.config.calibration is not None
     assert fitted.config.calibration.quality.auroc > 0.9
+    assert fitted.config.calibration.seen_rows == seen_digests(made)
     assert 3 in load(fitted.files["tiny.safetensors"])["node_indices"]
 
 

@@ -1,0 +1,67 @@
+"""Reading over HTTP: what does not fit into one answer is asked for in more, and what fits into none is told."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan
+from detectors.calibration.features import read_features
+from detectors.calibration.readers import HttpReader
+from detectors.calibration.rows import Row
+from guard.mia.results import Readout, Readouts, RowsReadout
+from guard.mia.spec import MiaSpec
+
+ROW = Row("long", "s", "g", "train", "benign", text="why", messages=({"role": "user", "content": "why"},))
+
+
+@dataclass
+class Filling:
+    """Stands for a client of an engine whose answers hold ``room`` captures; ``asked``: how many each was asked for.
+    ``too_large``: captures that fit into none."""
+
+    room: int
+    too_large: frozenset[str] = frozenset()
+    asked: list[int] = field(default_factory=list)
+
+    def generate(self, *_: Any, extra_xargs: dict[str, str], **__: Any) -> Any:
+        names = MiaSpec.model_validate_json(extra_xargs["mia"]).hidden
+        self.asked.append(len(names))
+        items: dict[str, Readout] = {}
+        for name in names:
+            fits = (
+                name not in self.too_large
+                and len([one for one in items.values() if one.values is not None]) < self.room
+            )  # type: ignore[union-attr]
+            items[name] = (
+                RowsReadout("complete", 1, (0,), (7,), np.full((1, 4), int(name[-1]), np.float32))
+                if fits
+                else RowsReadout("dropped", 1, reason="no space in an answer (max_answer_bytes); ask for files")
+            )
+        return SimpleNamespace(mia={"readouts": [Readouts(items).to_wire()]})
+
+
+def spec_of(*names: str) -> MiaSpec:
+    return MiaSpec.model_validate({"hidden": {name: {"layer": 1, "positions": "prompt"} for name in names}})
+
+
+def test_what_did_not_fit_is_asked_for_until_all_is_there() -> None:
+    client = Filling(room=2)
+    (read,) = HttpReader(client, "tiny").read([ROW.messages], [spec_of("h1", "h2", "h3", "h4", "h5")], 0)  # type: ignore[arg-type]
+    assert client.asked == [5, 3, 1]
+    assert [one.values[0, 0] for _, one in sorted(read.items.items())] == [1, 2, 3, 4, 5]  # type: ignore[union-attr,index]
+
+
+def test_what_fits_into_no_answer_names_row_and_setting_and_is_not_asked_for_again(tmp_path: Path) -> None:
+    client = Filling(room=2, too_large=frozenset({"data3"}))
+    plan = Plan(layers=(), heads=(), window_layers=(1, 2, 3), window_tokens=32)
+    told = r"^row long: no hidden states of the data at layer 3: dropped it alone is larger than .*max_answer_bytes"
+    with pytest.raises(FeatureError, match=told):
+        read_features([ROW], FeatureStore("m", plan, tmp_path), lambda: nullcontext(HttpReader(client, "tiny")))  # type: ignore[arg-type]
+    assert client.asked == [3, 1]
