@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from guard.mia.results import (
 )
 from guard.mia.routing import CACHED, NO_HIDDEN_ROWS, Router
 from guard.mia.row_ring import RowRing
+from guard.mia.runners.handover import Outbox
 from guard.mia.sharding import ALONE
 from guard.mia.spec import AttentionCapture, Capture, FirstGenerated, MiaSpec, ProbeCapture, generates
 from guard.mia.steering import Bank
@@ -152,6 +155,32 @@ specs = st.builds(
         max_size=3,
     ),
 )
+growing_specs = st.builds(
+    build_spec,
+    st.lists(
+        st.tuples(st.sampled_from(LAYERS), st.sampled_from(["generated", "all"]), st.just(False)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.lists(st.sampled_from(["generated", "all"]), max_size=2),
+    st.just([]),
+    st.just([]),
+    st.lists(
+        st.tuples(
+            st.sampled_from(VECTORS),
+            st.sampled_from(LAYERS),
+            st.sampled_from([1.0, -2.5]),
+            st.sampled_from(["decode", "both"]),
+            st.sampled_from(["all", {"tokens": [[1, 3], [5, 20]]}]),
+            st.sampled_from(["add_vector", "project", "ablate"]),
+            st.booleans(),
+            st.none(),
+        ),
+        max_size=3,
+    ),
+)
+"""What goes on as long as the answer does."""
+
 requests = st.lists(st.tuples(st.none() | specs, st.integers(1, 9)), min_size=1, max_size=5)
 AGAIN = -1
 """Instead of a number of tokens: the request was preempted, and is computed again from its first token on."""
@@ -383,6 +412,31 @@ def test_readouts_and_steering_are_what_a_walk_over_single_tokens_gives(
     gathers_keys: bool,
 ) -> None:
     monkeypatch.setattr(assembly, "SETTLE_STEPS", 3)
+    compare_with_the_walk(asked, steps, gathers_keys)
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(st.tuples(growing_specs, st.just(2)), min_size=2, max_size=5),
+    st.lists(st.lists(st.sampled_from([1] * 9 + [0, 0, 2, AGAIN]), min_size=5, max_size=5), min_size=2, max_size=9),
+    st.integers(1, 9),
+)
+def test_answers_in_batches_that_always_change_are_what_the_walk_gives(
+    monkeypatch: pytest.MonkeyPatch, asked: list[tuple[MiaSpec, int]], steps: list[list[int]], settle_steps: int
+) -> None:
+    """As in a busy engine: requests that go on as before beside some that come, stop for a while and are preempted."""
+    monkeypatch.setattr(assembly, "SETTLE_STEPS", settle_steps)
+    compare_with_the_walk(asked, [[2] * 5, *steps], gathers_keys=False)
+
+
+def compare_with_the_walk(
+    asked: Sequence[tuple[MiaSpec | None, int]], steps: list[list[int]], gathers_keys: bool
+) -> None:
+    """Every step of a batch, its readouts and its steering. steps: of each request's tokens in it."""
     router, buffers = make_router(gathers_keys=gathers_keys)
     ring = RowRing(2**16, HIDDEN_SIZE, torch.float32, pinned=False)
     keys = None if gathers_keys else WorldsCache(buffers.query_pool)
@@ -491,6 +545,33 @@ def check_readout(one: Slow, capture: Capture, item: Readout | None, bank: torch
         if capture.weights:
             np.testing.assert_allclose(item.weights, weights[..., : item.weights.shape[-1]], atol=1e-5)
             assert item.weights.shape[-1] >= read[-1] + 1
+
+
+def test_a_front_end_is_told_all_that_concerns_its_own_requests_and_needs_no_more() -> None:
+    """Layouts without any of them do not come, and yet others build on those."""
+    router, buffers = make_router()
+    ring = RowRing(2**16, HIDDEN_SIZE, torch.float32, pinned=False)
+    reader, writer = Reader(router, buffers, PROBES, ring), RecordWriter(ring.address)
+    inboxes, outbox = [Inbox(), Inbox()], Outbox()
+    alive = {f"r{i}": SimpleNamespace(client_index=i) for i in range(2)}
+    for i, inbox in enumerate(inboxes):
+        router.add(f"r{i}", GENERATED_ROWS, 1)
+        inbox.add(f"r{i}", Waiting(Asked(GENERATED_ROWS, 1, 20, HIDDEN_SIZE), None))
+    computed = [0, 0]
+    for who in ([0], [0], [1], [1], [1], [1, 0], [0], [0], [0, 1], [1], [1], [0, 1], [0, 1], [1], [0]):
+        batch = [(i, 1) for i in who]
+        plan = router.fill(view(batch, computed, [1, 1]))
+        run_step(buffers, batch, computed, {})
+        if plan is not None:
+            outbox.put(writer.message(reader.read(plan)), alive)
+        for i in who:
+            computed[i] += 1
+            outputs = [SimpleNamespace(request_id=f"r{i}", kv_transfer_params=None)]
+            outbox.load(i, outputs)
+            inboxes[i].receive((outputs[0].kv_transfer_params or {}).get("mia", ()))
+    for i, inbox in enumerate(inboxes):
+        items, _ = inbox.end(f"r{i}")
+        check_readout(Slow(i, GENERATED_ROWS, 1, computed[i]), GENERATED_ROWS.captures["h0"], items["h0"], buffers.bank)
 
 
 def test_a_batch_that_only_decodes_is_routed_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
