@@ -557,15 +557,17 @@ def test_a_front_end_is_told_all_that_concerns_its_own_requests_and_needs_no_mor
     for i, inbox in enumerate(inboxes):
         router.add(f"r{i}", GENERATED_ROWS, 1)
         inbox.add(f"r{i}", Waiting(Asked(GENERATED_ROWS, 1, 20, HIDDEN_SIZE), None))
-    computed = [0, 0]
-    for who in ([0], [0], [1], [1], [1], [1, 0], [0], [0], [0, 1], [1], [1], [0, 1], [0, 1], [1], [0]):
+    computed = [0, 0, 0]
+    # The third asks for nothing, and makes the batch another one.
+    for who in ([0], [0], [1], [1], [1, 2], [1], [1, 0], [0], [0, 2], [0, 1], [1, 2], [1], [2, 0, 1], [0, 1], [1], [0]):
         batch = [(i, 1) for i in who]
-        plan = router.fill(view(batch, computed, [1, 1]))
+        plan = router.fill(view(batch, computed, [1, 1, 1]))
         run_step(buffers, batch, computed, {})
         if plan is not None:
             outbox.put(writer.message(reader.read(plan)), alive)
         for i in who:
             computed[i] += 1
+        for i in {*who} - {2}:
             outputs = [SimpleNamespace(request_id=f"r{i}", kv_transfer_params=None)]
             outbox.load(i, outputs)
             inboxes[i].receive((outputs[0].kv_transfer_params or {}).get("mia", ()))
