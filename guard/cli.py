@@ -6,6 +6,8 @@ Everything that is not needed for ``--help`` is imported inside the commands, so
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -47,6 +49,9 @@ app.add_typer(data_app, name="data")
 app.add_typer(steer_app, name="steer")
 app.command(epilog=CALIBRATE_END)(calibrate)
 app.command("eval", epilog=EVAL_END)(evaluate)
+
+PRINTING = ("policy", "ledger")
+"""Commands that print and talk to nobody."""
 
 VLLM_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
@@ -160,6 +165,9 @@ DoctorPort = Annotated[
 
 
 def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] in PRINTING:
+        # What `| head` has cut off ends as with any other program, and not with a status that says something.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     app()
 
 

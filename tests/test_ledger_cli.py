@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -52,6 +53,29 @@ def path(tmp_path: Path) -> Path:
     write(path, made)
     assert len(rotated_files(path)) > 1
     return path
+
+
+def test_output_that_is_cut_off_is_no_finding(tmp_path: Path) -> None:
+    """The status of what is piped into ``head``: that of a program that was stopped, and none of the guard's own."""
+    write(tmp_path / "ledger.jsonl", [record().to_entry()] * 300, max_bytes=10**9)
+    command = [sys.executable, "-m", "guard", "ledger", "query", "--limit", "300", "--ledger"]
+    with subprocess.Popen(
+        [*command, str(tmp_path / "ledger.jsonl"), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as cut:
+        assert cut.stdout is not None
+        assert cut.stderr is not None
+        assert cut.stdout.readline()
+        cut.stdout.close()
+        assert (cut.wait(60), cut.stderr.read()) == (-signal.SIGPIPE, b"")
+
+
+def test_an_entry_that_was_copied_is_counted_once(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, [record().to_entry()] * 3, secret=SECRET, max_bytes=10**9)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[0]]))
+    _, out, _ = ledger("verify", "--ledger", str(path), "--json", GUARD_LEDGER_KEY=SECRET)
+    assert (found := json.loads(out))["entries"] == found["keyed"]
 
 
 def test_scores_of_an_answer_are_found_and_counted_with_those_of_answers_before_it(tmp_path: Path) -> None:

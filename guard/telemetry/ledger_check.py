@@ -263,6 +263,7 @@ class _Run:
             self._vouched.append(vouched)
         found.first = found.first or link.n
         found.entries += 1
+        found.keyed += link.key is not None
         self._n, self._hash = link.n, link.hash
         found.last = Anchor(link.n, link.hash)
 
@@ -288,7 +289,6 @@ class _Run:
         elif link.key != self._secret.name:
             count, at = self._other_keys.get((self._name, link.key), (0, Finding(self._name, number, link.n, "")))
             self._other_keys[self._name, link.key] = (count + 1, replace(at, entry=link.n))
-        self.found.keyed += link.key is not None
         return self._secret is None or link.key in (None, self._secret.name)
 
     def _tell_other_keys(self) -> None:
