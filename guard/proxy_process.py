@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
 
 from guard.console.app import operators_app
 from guard.console.contents import Contents
@@ -21,6 +22,37 @@ from guard.settings import Settings
 from guard.telemetry.ledger import check_writable
 
 
+@dataclass(frozen=True)
+class Ports:
+    """Both are listened on. ``admin``: None where there is no admin API."""
+
+    proxy: socket.socket
+    admin: socket.socket | None
+
+    def of_worker(self, number: int) -> Ports:
+        """What a worker process gets: the first one has the admin API."""
+        return self if number == 0 else replace(self, admin=None)
+
+    def close(self) -> None:
+        self.proxy.close()
+        if self.admin is not None:
+            self.admin.close()
+
+
+@contextlib.contextmanager
+def taken_ports(settings: Settings) -> Iterator[Ports]:
+    """Raises ``StartError`` for a port that somebody listens on: another program, or this one through its other
+    setting."""
+    with contextlib.ExitStack() as stack:
+        proxy = stack.enter_context(listening_socket(settings.host, settings.port, settings.client_timeout_s))
+        admin = None
+        if settings.admin_port is not None:
+            admin = stack.enter_context(
+                listening_socket(settings.admin_host, settings.admin_port, option="--admin-port")
+            )
+        yield Ports(proxy, admin)
+
+
 def checked_services(settings: Settings) -> Services:
     """Raises whatever the start must be refused for."""
     check_writable(settings.ledger)
@@ -31,7 +63,7 @@ def checked_services(settings: Settings) -> Services:
 
 @contextlib.asynccontextmanager
 async def proxy_running(
-    services: Services, listener: socket.socket, seat: Seat | None = None
+    services: Services, ports: Ports, seat: Seat | None = None
 ) -> AsyncIterator[asyncio.Task[None]]:
     """The proxy's server, and the admin API's beside it if it has a port. The latter answers until the end. ``seat``:
     of a worker process; there the first has the admin API, and the others tell it of their requests."""
@@ -45,20 +77,17 @@ async def proxy_running(
     async with contextlib.AsyncExitStack() as stack:
         if settings.admin_port is not None and seat is not None and seat.number > 0:
             await stack.enter_async_context(telling(Ended(services, Contents(settings.ledger)), seat.socket))
-        elif settings.admin_port is not None:
-            admin = stack.enter_context(
-                listening_socket(settings.admin_host, settings.admin_port, option="--admin-port")
-            )
+        elif ports.admin is not None:
             await stack.enter_async_context(
                 serving(
                     operators_app(services, seat.others if seat is not None else ()),
-                    admin,
+                    ports.admin,
                     on_malformed=malformed,
                     tls=_tls(settings),
                 )
             )
         yield await stack.enter_async_context(
-            serving(application(services), listener, on_malformed=malformed, stopping=stopping, tls=_tls(settings))
+            serving(application(services), ports.proxy, on_malformed=malformed, stopping=stopping, tls=_tls(settings))
         )
 
 

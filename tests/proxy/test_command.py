@@ -254,3 +254,19 @@ def test_what_cannot_work_is_said_in_one_line_before_anything_starts(
     assert ended.exit_code == code
     assert said in ended.output
     assert ended.exception is None or isinstance(ended.exception, SystemExit)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104
+def test_one_port_for_clients_and_operators_is_refused_before_it_is_ready(
+    tmp_path: Path, host: str, workers: str
+) -> None:
+    create_key(tmp_path / "keys.yaml", NewKey(admin=True))
+    port = str(free_port())
+    options = ["--ledger", str(tmp_path / "ledger"), "--keys", str(tmp_path / "keys.yaml"), "--host", host]
+    options += ["--port", port, "--admin-port", port, "--workers", workers]
+    ended = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["proxy", *options])
+    assert ended.exit_code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.output
+    assert "choose another with --admin-port" in ended.output
+    assert "ready: " not in ended.output
