@@ -43,7 +43,7 @@ def line(record: RequestRecord) -> Json:
         "status": record.status,
         "scores": {name: score.value for name, score in scores.items()},
         "total_ms": None if record.total_s is None else round(record.total_s * 1000, 2),
-        "tokens": [record.prompt_tokens, record.completion_tokens],
+        "tokens": [record.prompt_tokens, record.generated_tokens],
     }
 
 

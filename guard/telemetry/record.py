@@ -103,8 +103,9 @@ class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. Tokens are
     those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
-    ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens, about, of which each has
-    ``most_frame_tokens`` at most. ``held_s``: longest time that rules kept a part of a stream back.
+    ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens at most, of which each has
+    ``most_frame_tokens`` at most; ``seen_tokens``: those that say something, where each has one token.
+    ``held_s``: longest time that rules kept a part of a stream back.
     ``prompt_way``: how the decision on the prompt is carried out.
     ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
     ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``course``: how a
@@ -151,6 +152,7 @@ class RequestRecord:
     frames: int = 0
     frame_tokens: int = 0
     most_frame_tokens: int = 1
+    seen_tokens: int = 0
     began_s: float | None = None
     sent_s: float | None = None
     decided_s: float | None = None
@@ -166,10 +168,19 @@ class RequestRecord:
         """Of prompt and answer, as limits count them, with those of answers that a policy had generated again. What
         nobody told is bounded: a stream has about one for each frame that came, a whole answer what it might have."""
         prompt = self.most_prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
-        completion = self.completion_tokens or 0
+        completion = self.generated_tokens or 0
         if not self.complete or self.completion_tokens is None:
             completion = max(completion, self.frame_tokens, self.most_completion_tokens)
         return self.earlier_tokens + prompt + completion
+
+    @property
+    def generated_tokens(self) -> int | None:
+        """Of the answer: what the model server told of it, else of a stream what came. None where neither is known, as
+        of frames that may have several tokens each."""
+        if self.completion_tokens is not None and self.complete:
+            return self.completion_tokens
+        seen = self.seen_tokens if self.frames and self.most_frame_tokens == 1 else None
+        return max((one for one in (self.completion_tokens, seen) if one is not None), default=None)
 
     @property
     def model_told(self) -> str | None:
@@ -259,7 +270,7 @@ class RequestRecord:
             "error_code": self.error_code,
             "status": self.status,
             "captured": None,
-            "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens, "charged": self.tokens},
+            "tokens": {"prompt": self.prompt_tokens, "completion": self.generated_tokens, "charged": self.tokens},
             "timings_ms": {
                 "total": _ms(self.total_s),
                 "own": _ms(self.own_s),
@@ -333,9 +344,9 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "status": "HTTP status that was sent; null when none was.",
     "captured": "Of the text that the policy had kept, outside the ledger: expires, the last day on which it is, and "
     "the SHA-256 of its line; null where none was.",
-    "tokens": "Tokens of prompt and completion that the model server told or that were seen, whatever the client got, "
-    "null where unknown; charged, what limits count: with those of answers that a policy had generated again, and a "
-    "bound for what stayed unknown.",
+    "tokens": "Tokens of prompt and completion that the model server told, whatever the client got; of a stream that "
+    "told none, about as many as its frames with a text in them that came; null where unknown; charged, what limits "
+    "count: with those of answers that a policy had generated again, and a bound for what stayed unknown.",
     "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the "
     "decision; upstream_first_byte; upstream: until its answer ended.",
 }
