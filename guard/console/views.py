@@ -30,6 +30,7 @@ def line(record: RequestRecord) -> Json:
         "time": record.started_at.isoformat(timespec="milliseconds"),
         "request_id": record.request_id,
         "route": record.route,
+        "passed": record.passed,
         "model": record.model_told,
         "policy": record.policy,
         "assignment": record.assignment,

@@ -108,9 +108,9 @@ class RequestRecord:
     ``held_s``: longest time that rules kept a part of a stream back.
     ``prompt_way``: how the decision on the prompt is carried out.
     ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
-    ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``course``: how a
-    stream's scores went; ``provider``: whose model was asked last, and ``answered_by`` what it calls itself: these
-    three are not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was first sent upstream,
+    ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``passed``: the path
+    that the operator lets pass. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
+    ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was first sent upstream,
     ``decided_s`` there was a decision on the prompt."""
 
     route: str
@@ -118,6 +118,7 @@ class RequestRecord:
     policy_hash: str
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     client_request_id: str | None = None
+    passed: str | None = None
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started_s: float = field(default_factory=time.perf_counter)
     key: str | None = None
@@ -245,6 +246,7 @@ class RequestRecord:
             "count": self.count,
             "client_request_id": self.client_request_id,
             "route": self.route,
+            "passed": self.passed,
             "key": self.key,
             "tenant": self.tenant,
             "model": self.model_told,
@@ -297,6 +299,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "and were too many in a minute, all of a route that have no entry of their own; time is then the first one's.",
     "client_request_id": "What the client sent as x-request-id if that was short and plain; null otherwise.",
     "route": "Path, or other.",
+    "passed": "Of route other the path, where it is one of passed_paths; null otherwise.",
     "key": "Id of the API key; null when none is asked for, or it was refused.",
     "tenant": "Tenant of the key; null without one.",
     "model": "The model that the client named.",
