@@ -110,7 +110,8 @@ class RequestRecord:
     ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
     ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``passed``: the path
     that the operator lets pass. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
-    ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was first sent upstream,
+    ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
+    ``sent_s`` it was first sent upstream,
     ``decided_s`` there was a decision on the prompt."""
 
     route: str

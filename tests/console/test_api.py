@@ -8,9 +8,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from typer.testing import CliRunner
 
 from detectors import registry
 from detectors.base import Score
+from guard.cli import app
 from guard.console import ended
 from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER, HEADERS
@@ -353,6 +355,21 @@ async def test_a_rule_that_hits_several_times_has_one_score_and_beside_it_the_an
         assert (rule["reason"], rule["condition"]["reason"], rule["scores"]) == (told, told, {"fading": score})
         assert rule["answer_scores"] == {"fading": 0.9}
         assert told in [hit["reason"] for hit in shown["entry"]["hits"] if hit["rule"] == name]
+
+
+async def test_runs_of_the_playground_are_told_apart_and_found(console: Console) -> None:
+    await console.chat()
+    _, told = await console.ask("POST", "/playground", RUN)
+    await console.entries(3)
+
+    def asked(*arguments: str) -> Any:
+        done = CliRunner().invoke(app, ["ledger", *arguments, "--ledger", str(console.ledger), "--json"])
+        assert done.exit_code == 0
+        return done.stdout
+
+    assert json.loads(asked("stats"))["assignment"] == {"console": 2, "-": 1}
+    found = [json.loads(line)["request_id"] for line in asked("query", "--assignment", "console").splitlines()]
+    assert set(found) == {one["request"]["entry"]["request_id"] for one in told["runs"]}
 
 
 async def test_one_prompt_goes_through_two_policies(console: Console) -> None:
