@@ -18,7 +18,7 @@ from guard.console.peers import Seat, telling
 from guard.proxy.app import application
 from guard.proxy.services import Services
 from guard.proxy_server import Stopping, Tls, check_tls, listening_socket, serving
-from guard.settings import Settings
+from guard.settings import Settings, is_loopback
 from guard.telemetry.ledger import check_writable
 
 
@@ -59,6 +59,30 @@ def checked_services(settings: Settings) -> Services:
     if (tls := _tls(settings)) is not None:
         check_tls(tls)
     return Services(settings)
+
+
+def start_remarks(services: Services) -> list[str]:
+    """A sentence for each thing that is likely not as meant, though the proxy can start with it."""
+    settings, ring, told = services.settings, services.access.keys.current, []
+    if settings.keys is not None and not ring.callers:
+        told.append(
+            f"no key of {settings.keys} is a client's, so every request is a 401: "
+            f"guard keys create --file {settings.keys}"
+        )
+    if settings.admin_port is None:
+        return told
+    if not ring.admins:
+        told.append(
+            f"admin_port is set, and no key of {settings.keys} is an administrator's, so nobody can sign in: "
+            f"guard keys create --file {settings.keys} --admin"
+        )
+    if settings.tls_cert is None and not is_loopback(settings.admin_host):
+        told.append(
+            f"admin keys and what the console shows cross the network in clear text: admin_host is "
+            f"{settings.admin_host}, and there is no tls_cert; leave admin_host at 127.0.0.1, set tls_cert and "
+            "tls_key, or have TLS end before it"
+        )
+    return told
 
 
 @contextlib.asynccontextmanager

@@ -28,8 +28,8 @@ from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
 from guard.policy.calibrated import calibration_remarks
 from guard.proxy.keys import KeysError
-from guard.proxy.services import reranker_of
-from guard.proxy_process import checked_services, taken_ports
+from guard.proxy.services import Services, reranker_of
+from guard.proxy_process import checked_services, start_remarks, taken_ports
 from guard.proxy_server import StartError
 from guard.settings import Settings, SettingsError, load_settings
 from guard.supervisor import running_engine
@@ -126,7 +126,7 @@ async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
     command = _engine_command(options, model, settings)
     with taken_ports(settings) as ports:
         _need_free_port(options.engine_port)
-        services = checked_services(settings)
+        services = _services(settings)
         if options.model in SOURCES:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
@@ -145,9 +145,16 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[Non
         given["config_key"] = resolve_model(options.model).config_key
     settings = load_settings(**given)
     with taken_ports(settings) as ports:
-        async with proxies(checked_services(settings), ports, say) as server:
+        async with proxies(_services(settings), ports, say) as server:
             say(f"ready: {_url(settings)}/v1, in front of {', '.join(settings.upstream)} (Ctrl-C ends)")
             yield server
+
+
+def _services(settings: Settings) -> Services:
+    services = checked_services(settings)
+    for remark in start_remarks(services):
+        say(f"warning: {remark}")
+    return services
 
 
 def _url(settings: Settings) -> str:

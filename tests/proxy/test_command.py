@@ -270,3 +270,19 @@ def test_one_port_for_clients_and_operators_is_refused_before_it_is_ready(
     assert f"cannot listen on 127.0.0.1:{port}" in ended.output
     assert "choose another with --admin-port" in ended.output
     assert "ready: " not in ended.output
+
+
+async def test_what_is_likely_not_meant_is_said_once_at_the_start_and_nothing_else_is(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("version: 1\n")
+    options = ["--keys", str(keys), "--workers", "2", "--set", "admin_host=0.0.0.0"]
+    async with running(FakeEngine()) as engine:
+        async with guard_proxy(tmp_path, engine, *options, "--admin-port", str(free_port())) as proxy:
+            warned = [line for line in proxy.said.splitlines() if line.startswith("warning: ")]
+            for said, line in zip(("every request is a 401", "--admin", "admin_host is"), warned, strict=True):
+                assert said in line
+        for wanted in (NewKey(admin=True), NewKey(tenant="acme")):
+            create_key(keys, wanted)
+        port = str(free_port())
+        async with guard_proxy(tmp_path, engine, "--keys", str(keys), "--admin-port", port) as proxy:
+            assert "warning" not in proxy.said
