@@ -65,6 +65,9 @@ def query(
     ] = None,
     action: Annotated[str | None, typer.Option(help="What was decided: allow, flag, block, …")] = None,
     policy: Annotated[str | None, typer.Option(help="Which policy judged.")] = None,
+    assignment: Annotated[
+        str | None, typer.Option(help="What chose its policy, by selection.yaml; console: the playground's runs.")
+    ] = None,
     rule: Annotated[str | None, typer.Option(help="Which rule hit, in shadow too.")] = None,
     outcome: Annotated[str | None, typer.Option(help="How it ended: completed, blocked, client_gone, …")] = None,
     key: Annotated[str | None, typer.Option(help="Id of the API key.")] = None,
@@ -88,7 +91,8 @@ def query(
     _check_known("--action", action, ACTIONS)
     _check_known("--outcome", outcome, get_args(Outcome))
     path = ledger or _own_ledger()
-    asked = dict(action=action, policy=policy, outcome=outcome, key=key, tenant=tenant, model=model, route=route)
+    asked = dict(action=action, policy=policy, assignment=assignment, outcome=outcome, key=key, tenant=tenant)
+    asked |= dict(model=model, route=route)
     values = {name: value for name, value in asked.items() if value is not None}
     wanted = Query(values, rule, _scores(score or []), _utc(since), _utc(until))
     try:
@@ -180,7 +184,7 @@ def stats(
     until: UntilOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Count requests by policy, action, outcome and rule; times and tokens."""
+    """Count requests by policy, assignment, action, outcome and rule; times and tokens."""
     from guard.telemetry.ledger_query import Query, matching
     from guard.telemetry.ledger_reader import LedgerReadError, chained, entries, first_number
     from guard.telemetry.ledger_stats import stats

@@ -24,6 +24,9 @@ from guard.folded_log import folded
 from guard.proxy_protocol import BoundedProtocol
 from guard.telemetry.record import Malformed
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+
 
 @dataclass(frozen=True)
 class Tls:
@@ -60,7 +63,8 @@ class _Server(uvicorn.Server):
 def listening_socket(
     host: str, port: int, client_timeout_s: float | None = None, *, option: str = "--port"
 ) -> Iterator[socket.socket]:
-    """The proxy's port, taken before anything slow starts, so that no other program can take it meanwhile.
+    """A port, listened on before anything slow starts: whoever comes meanwhile waits. A port that is only bound is not
+    taken, since another program can still bind it, and the one that listens first gets all of it.
 
     option: what sets the port. client_timeout_s: how long what is sent may wait for a client; then the kernel closes
     the connection.
@@ -75,6 +79,7 @@ def listening_socket(
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(client_timeout_s * 1000)))
         try:
             listener.bind((host, port))
+            listener.listen(BACKLOG)
         except OSError as error:
             raise StartError(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another with {option}"
@@ -104,6 +109,7 @@ async def serving(
         access_log=False,
         proxy_headers=False,
         timeout_graceful_shutdown=limit_s,
+        backlog=BACKLOG,
     )
     if tls is not None:
         config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs = tls.cert, tls.key, _text(tls.client_ca)

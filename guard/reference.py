@@ -137,6 +137,10 @@ message; 16,384 for each picture, sound, video or file |
 A stream whose usage is asked for (`include_usage`) counts exactly, and so does the prompt of every request that a
 policy reads in the model.
 
+Where the model server told none, ledger, console and traces have what was seen: the tokens of a stream whose frames
+have one each are as many as frames with a text came, give or take a few
+(`test_of_a_stream_that_told_no_usage_the_tokens_that_came_are_told`).
+
 ## Admin API
 On `GUARD_ADMIN_PORT`, with a key that `guard keys create --admin` made; such a key opens nothing else. Of this process.
 

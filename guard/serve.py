@@ -28,9 +28,9 @@ from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
 from guard.policy.calibrated import calibration_remarks
 from guard.proxy.keys import KeysError
-from guard.proxy.services import reranker_of
-from guard.proxy_process import checked_services
-from guard.proxy_server import StartError, listening_socket
+from guard.proxy.services import Services, reranker_of
+from guard.proxy_process import checked_services, start_remarks, taken_ports
+from guard.proxy_server import StartError
 from guard.settings import Settings, SettingsError, load_settings
 from guard.supervisor import running_engine
 from guard.telemetry.ledger import LedgerError
@@ -124,15 +124,15 @@ async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
     engine_url = f"http://{LOOPBACK}:{options.engine_port}"
     settings = load_settings(**{**options.settings, "upstream": engine_url, "config_key": model.config_key})
     command = _engine_command(options, model, settings)
-    with listening_socket(settings.host, settings.port, settings.client_timeout_s) as listener:
+    with taken_ports(settings) as ports:
         _need_free_port(options.engine_port)
-        services = checked_services(settings)
+        services = _services(settings)
         if options.model in SOURCES:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
         async with (
             running_engine(command, say, lambda: tick_printer("starting vLLM")),
-            proxies(services, listener, say) as server,
+            proxies(services, ports, say) as server,
         ):
             yield Pair(command.url, _url(settings), settings.ledger, server)
 
@@ -144,10 +144,17 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[Non
     if options.model is not None:
         given["config_key"] = resolve_model(options.model).config_key
     settings = load_settings(**given)
-    with listening_socket(settings.host, settings.port, settings.client_timeout_s) as listener:
-        async with proxies(checked_services(settings), listener, say) as server:
+    with taken_ports(settings) as ports:
+        async with proxies(_services(settings), ports, say) as server:
             say(f"ready: {_url(settings)}/v1, in front of {', '.join(settings.upstream)} (Ctrl-C ends)")
             yield server
+
+
+def _services(settings: Settings) -> Services:
+    services = checked_services(settings)
+    for remark in start_remarks(services):
+        say(f"warning: {remark}")
+    return services
 
 
 def _url(settings: Settings) -> str:

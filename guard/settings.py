@@ -135,8 +135,8 @@ class Settings(BaseSettings):
     """How long an older file is kept after its last line."""
 
     otlp_endpoint: str | None = None
-    """Base URL of a collector that takes OTLP over HTTP, as ``http://collector:4318``; it gets a trace of each request
-    (``pip install 'mia-guard[otlp]'``). Without it there are none."""
+    """Base URL of a collector that takes OTLP over HTTP, as ``http://collector:4318``, with or without ``/v1/traces``;
+    it gets a trace of each request (``pip install 'mia-guard[otlp]'``). Without it there are none."""
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
     """Longest accepted request body."""
@@ -180,7 +180,7 @@ class Settings(BaseSettings):
     """Port of the admin API; without it there is none. It needs ``keys``, and a key made with ``--admin``."""
 
     admin_host: str = "127.0.0.1"
-    """Address of the admin API."""
+    """Address of the admin API. Other than loopback it wants TLS, of its own or before it: the start warns without."""
 
     @classmethod
     def settings_customise_sources(

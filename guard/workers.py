@@ -13,7 +13,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.connection import Connection
@@ -26,7 +25,7 @@ from guard.metrics_folder import metrics_folder
 from guard.policy import PolicyError
 from guard.proxy.keys import KeysError
 from guard.proxy.services import Services
-from guard.proxy_process import checked_services, proxy_running
+from guard.proxy_process import Ports, checked_services, proxy_running
 from guard.proxy_server import StartError
 from guard.settings import Settings, SettingsError
 from guard.supervisor import backoff
@@ -50,9 +49,11 @@ class Worker:
     """One process, and the pipe to it: it says when it is ready, and stops when this end is closed, however that comes
     about. ``seat``: in the folder of all workers, which has their series as well."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, seat: Seat) -> None:
+    def __init__(self, settings: Settings, ports: Ports, seat: Seat) -> None:
         self._link, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=_work, args=(settings, listener, theirs, seat), name="guard-proxy")
+        self.process = SPAWN.Process(
+            target=_work, args=(settings, ports.of_worker(seat.number), theirs, seat), name="guard-proxy"
+        )
         with _variable(SHARED_FOLDER, str(seat.folder)):
             self.process.start()
         theirs.close()
@@ -78,28 +79,26 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def proxies(services: Services, listener: socket.socket, say: Say) -> AsyncIterator[asyncio.Task[None]]:
+async def proxies(services: Services, ports: Ports, say: Say) -> AsyncIterator[asyncio.Task[None]]:
     """The proxy, ready: in this process, or in as many as ``workers`` says. The task ends when nothing serves any more.
 
     services: of this process; with workers they have only shown that a start makes sense. Raises ``StartError``.
     """
     settings = services.settings
     if settings.workers == 1:
-        async with proxy_running(services, listener) as server:
+        async with proxy_running(services, ports) as server:
             yield server
         return
     with metrics_folder() as metrics:
-        async with _running(settings, listener, metrics, say) as watching:
+        async with _running(settings, ports, metrics, say) as watching:
             yield watching
 
 
 @contextlib.asynccontextmanager
-async def _running(
-    settings: Settings, listener: socket.socket, metrics: str, say: Say
-) -> AsyncIterator[asyncio.Task[None]]:
+async def _running(settings: Settings, ports: Ports, metrics: str, say: Say) -> AsyncIterator[asyncio.Task[None]]:
     share = _share(settings)
     seats = [Seat(number, settings.workers, Path(metrics)) for number in range(settings.workers)]
-    workers = [Worker(share, listener, seat) for seat in seats]
+    workers = [Worker(share, ports, seat) for seat in seats]
     try:
         if not all(await asyncio.gather(*(worker.wait_ready() for worker in workers))):
             raise StartError("a worker process did not start; the lines above say why")
@@ -109,7 +108,7 @@ async def _running(
         def again(number: int) -> Worker:
             ended.add(workers[number].process.pid or 0)
             _fold(ended, metrics)
-            return Worker(share, listener, seats[number])
+            return Worker(share, ports, seats[number])
 
         watching = asyncio.create_task(_watch(workers, again, say))
         try:
@@ -120,7 +119,7 @@ async def _running(
                 await watching
     finally:
         # Whoever comes when all workers have closed theirs is refused, and does not wait for this process to end.
-        listener.close()
+        ports.close()
         for worker in workers:
             worker.tell_to_stop()
         limit_s = settings.drain_delay_s + settings.drain_timeout_s + STOP_GRACE_S
@@ -190,7 +189,7 @@ async def _readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-def _work(settings: Settings, listener: socket.socket, link: Connection, seat: Seat) -> None:
+def _work(settings: Settings, ports: Ports, link: Connection, seat: Seat) -> None:
     """The process. Ctrl-C is for the parent, which reads it too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -198,7 +197,7 @@ def _work(settings: Settings, listener: socket.socket, link: Connection, seat: S
         told = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, told.set)
-        async with proxy_running(checked_services(settings), listener, seat) as server:
+        async with proxy_running(checked_services(settings), ports, seat) as server:
             link.send_bytes(READY)
             # Nothing is ever sent: it is readable when the parent has closed its end, or is gone.
             ends = [asyncio.create_task(one) for one in (told.wait(), _readable(link.fileno()))]

@@ -223,6 +223,17 @@ def test_a_taken_port_is_refused_with_the_option_that_changes_it(option: str) ->
         pytest.fail("two servers would share a port")
 
 
+@pytest.mark.parametrize("first", ["127.0.0.1", "0.0.0.0"])  # noqa: S104
+@pytest.mark.parametrize("second", ["127.0.0.1", "0.0.0.0"])  # noqa: S104
+def test_a_port_is_nobody_elses_before_its_server_runs(first: str, second: str) -> None:
+    with (
+        listening_socket(first, 0) as taken,
+        pytest.raises(StartError, match=f"cannot listen on {second}:"),
+        listening_socket(second, taken.getsockname()[1]),
+    ):
+        pytest.fail("two servers would share a port")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_context_managers_end_what_they_started(number: signal.Signals) -> None:
     ended: list[str] = []

@@ -30,6 +30,7 @@ def line(record: RequestRecord) -> Json:
         "time": record.started_at.isoformat(timespec="milliseconds"),
         "request_id": record.request_id,
         "route": record.route,
+        "passed": record.passed,
         "model": record.model_told,
         "policy": record.policy,
         "assignment": record.assignment,
@@ -43,7 +44,7 @@ def line(record: RequestRecord) -> Json:
         "status": record.status,
         "scores": {name: score.value for name, score in scores.items()},
         "total_ms": None if record.total_s is None else round(record.total_s * 1000, 2),
-        "tokens": [record.prompt_tokens, record.completion_tokens],
+        "tokens": [record.prompt_tokens, record.generated_tokens],
     }
 
 

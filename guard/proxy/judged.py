@@ -168,6 +168,7 @@ class _Stream:
             frame.changed |= hide_token_ids(self.request.fields, frame.data)
             self.judge.add(frame)
             self.withheld.add(frame)
+            record.seen_tokens += frame.tokens
             count_event(record, frame.data)
 
     async def _release(self, frames: list[Frame]) -> None:
@@ -188,9 +189,6 @@ class _Stream:
         exchange, record = self.exchange, self.exchange.record
         exchange.withhold(self.judge.texts)
         record.answer = self.judge.answered(self.attempts)
-        # Frames of several tokens each are not counted, but bounded.
-        if record.most_frame_tokens == 1 and (not record.complete or record.completion_tokens is None):
-            record.completion_tokens = max(record.completion_tokens or 0, self.judge.tokens.total())
         if not exchange.started:
             await block(exchange, self.request, decision)
             return

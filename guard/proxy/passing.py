@@ -16,6 +16,7 @@ async def other(services: Services, exchange: Exchange) -> None:
     path, method, settings = exchange.scope["path"], exchange.scope["method"], services.settings
     if path not in settings.passed_paths:
         raise NotFoundError(f"the guard serves {served(services.reranker is not None)}")
+    exchange.record.passed = path
     if method not in ("GET", "HEAD") and not services.access.keys.current.asked_for:
         check_media_type(exchange.headers)
     body = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from guard.proxy.access import client_request_id
 from guard.proxy.errors import ApiError, InternalError, StoppedError, UpstreamError, UpstreamSilentError
 from guard.proxy.exchange import ClientGoneError, Exchange
-from guard.proxy.services import GUARDED, Services
+from guard.proxy.services import Services
 from guard.proxy.usage import expect_nothing, settle
 from guard.telemetry.record import RequestRecord
 
@@ -71,8 +71,7 @@ class Recorded:
         services, record = self._services, exchange.record
         services.ledger.append(record.to_entry(), exchange.capturing)
         services.tracing.end(exchange.trace, record)
-        if self._route in GUARDED:
-            services.recent.add(record, exchange.judges)
+        services.recent.add(record, exchange.judges)
 
     async def _admitted(self, exchange: Exchange) -> None:
         """Every route is for those who may ask, as often as they may."""

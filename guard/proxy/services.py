@@ -59,8 +59,8 @@ DRAIN_LIMIT_S = 2.0
 KEPT_FOR_CONSOLE = 1000
 """Requests that ended last and can be looked at; some kilobytes each."""
 
-KEPT_UNJUDGED = 200
-"""Those that did not come to a policy, besides."""
+KEPT_PASSED = KEPT_FAILED = 200
+"""Those that did not come to a policy, besides: of paths that no policy sees, and those that were refused or failed."""
 
 
 class Services:
@@ -89,7 +89,9 @@ class Services:
         )
         self.refusals = Refusals(lambda record: self.ledger.append(record.to_entry()))
         self.tracing = _tracing(settings)
-        self.recent = Recent(*((KEPT_FOR_CONSOLE, KEPT_UNJUDGED) if settings.admin_port is not None else (0, 0)))
+        self.recent = Recent(
+            *((KEPT_FOR_CONSOLE, KEPT_PASSED, KEPT_FAILED) if settings.admin_port is not None else (0, 0, 0))
+        )
         self.upstream = Upstream(settings)
         self.reranker = reranker_of(settings)
         self.under_way = 0

@@ -7,6 +7,7 @@ below what a client could have used, so that leaving early, or not asking for a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,12 @@ for a million tokens and left after one would be in debt for days."""
 
 HALF_TOKENS = bytes(range(ord("a"), ord("z") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b" "
 """Bytes of which vocabularies put two or more into a token even where they make no words."""
+
+SAYS = re.compile(
+    rb'"(?:content|text|delta|reasoning|reasoning_content|refusal|thinking|arguments|input|partial_json|transcript)"'
+    rb'\s*:\s*"[^"]'
+)
+"""In a frame of any API: a part of an answer that is not empty. In a text, the quotes would be escaped."""
 
 PER_MESSAGE = 8
 """Tokens that a template puts around a message, about."""
@@ -87,8 +94,9 @@ def count_event(record: RequestRecord, value: Any) -> None:
 
 
 def count_frame(record: RequestRecord, raw: bytes) -> None:
-    """The same of a frame as it came. But for the first, one without the word is not parsed: in a text, the quotes
-    would be escaped."""
+    """The same of a frame as it came, and whether it says something. But for the first, one without the word is not
+    parsed: in a text, the quotes would be escaped."""
+    record.seen_tokens += SAYS.search(raw) is not None
     if record.frames and b'"usage"' not in raw:
         return
     data = b"\n".join(line[len(b"data:") :] for line in raw.split(b"\n") if line.startswith(b"data:"))
@@ -110,7 +118,8 @@ def expect(record: RequestRecord, request: GuardedRequest[Texts]) -> None:
     before it used, which a policy did not want, stays charged."""
     if record.complete:
         record.earlier_tokens = record.tokens
-    record.completion_tokens, record.frames, record.frame_tokens, record.complete = None, 0, 0, False
+    record.completion_tokens, record.complete = None, False
+    record.frames, record.frame_tokens, record.seen_tokens = 0, 0, 0
     record.most_frame_tokens = max(1, whole_number(request.fields.get("stream_interval")) or 1)
     record.answered_by = None
     # Of a stream what came is known, frame by frame; an embedding generates nothing.

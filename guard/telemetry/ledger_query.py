@@ -15,7 +15,7 @@ from pathlib import Path
 from guard.telemetry.ledger_files import lines_with, open_all, placed_backwards
 from guard.telemetry.ledger_reader import Entry, LedgerReadError, parsed
 
-FIELDS = ("action", "policy", "outcome", "route", "key", "tenant", "model", "error_code")
+FIELDS = ("action", "policy", "assignment", "outcome", "route", "key", "tenant", "model", "error_code")
 """Fields of an entry that can be asked for by their value."""
 
 

@@ -1,4 +1,4 @@
-"""What a ledger has in it, counted: requests by policy, action, outcome and rule, scores, tokens, times.
+"""What a ledger has in it, counted: requests by policy, assignment, action, outcome and rule, scores, tokens, times.
 
 Owns the sums, and the words of them and of an entry as one line for people.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from guard.telemetry.ledger_reader import Entry, chained
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-COUNTED = ("policy", "action", "outcome", "route", "model", "tenant")
+COUNTED = ("policy", "assignment", "action", "outcome", "route", "model", "tenant")
 
 
 @dataclass

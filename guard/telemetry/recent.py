@@ -31,11 +31,13 @@ class Finished:
 
 
 class Recent:
-    """At most ``judged`` that a policy judged, and ``unjudged`` others, which so cannot push those out."""
+    """At most ``judged`` that a policy judged, ``passed`` that were answered without one, and ``failed`` others. A kind
+    pushes out no other one: of lists of models and of refusals there may be many."""
 
-    def __init__(self, judged: int, unjudged: int) -> None:
+    def __init__(self, judged: int, passed: int, failed: int) -> None:
         self._judged: deque[Finished] = deque(maxlen=judged)
-        self._unjudged: deque[Finished] = deque(maxlen=unjudged)
+        self._passed: deque[Finished] = deque(maxlen=passed)
+        self._failed: deque[Finished] = deque(maxlen=failed)
         self._number = 0
         self._changed = asyncio.Event()
         self._closed = False
@@ -43,18 +45,19 @@ class Recent:
     def add(self, record: RequestRecord, judges: Judges | None) -> Finished:
         self._number += 1
         finished = Finished(self._number, record, judges)
-        (self._judged if judges is not None else self._unjudged).append(finished)
+        unjudged = self._passed if record.outcome == "completed" else self._failed
+        (self._judged if judges is not None else unjudged).append(finished)
         self._wake()
         return finished
 
     def after(self, number: int) -> list[Finished]:
         """Those with a higher number, as far as they are kept, the oldest first."""
-        kept = merge(self._judged, self._unjudged, key=_number)
+        kept = merge(self._judged, self._passed, self._failed, key=_number)
         return [one for one in kept if one.number > number]
 
     def get(self, request_id: str) -> Finished | None:
         """None when it is not kept any more, or was never there."""
-        kept = (one for both in (self._judged, self._unjudged) for one in both)
+        kept = (one for kind in (self._judged, self._passed, self._failed) for one in kind)
         return next((one for one in kept if one.record.request_id == request_id), None)
 
     async def wait(self, number: int, limit_s: float) -> None:

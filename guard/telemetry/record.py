@@ -103,13 +103,15 @@ class RequestRecord:
     """One request. Times ending in ``_s`` are seconds of ``time.perf_counter`` or durations in seconds. Tokens are
     those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
-    ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens, about, of which each has
-    ``most_frame_tokens`` at most. ``held_s``: longest time that rules kept a part of a stream back.
+    ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens at most, of which each has
+    ``most_frame_tokens`` at most; ``seen_tokens``: those that say something, where each has one token.
+    ``held_s``: longest time that rules kept a part of a stream back.
     ``prompt_way``: how the decision on the prompt is carried out.
     ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
-    ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``course``: how a
-    stream's scores went; ``provider``: whose model was asked last, and ``answered_by`` what it calls itself: these
-    three are not in the ledger. When: ``began_s`` its body was read, ``sent_s`` it was first sent upstream,
+    ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``passed``: the path
+    that the operator lets pass. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
+    ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
+    ``sent_s`` it was first sent upstream,
     ``decided_s`` there was a decision on the prompt."""
 
     route: str
@@ -117,6 +119,7 @@ class RequestRecord:
     policy_hash: str
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     client_request_id: str | None = None
+    passed: str | None = None
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started_s: float = field(default_factory=time.perf_counter)
     key: str | None = None
@@ -151,6 +154,7 @@ class RequestRecord:
     frames: int = 0
     frame_tokens: int = 0
     most_frame_tokens: int = 1
+    seen_tokens: int = 0
     began_s: float | None = None
     sent_s: float | None = None
     decided_s: float | None = None
@@ -166,10 +170,19 @@ class RequestRecord:
         """Of prompt and answer, as limits count them, with those of answers that a policy had generated again. What
         nobody told is bounded: a stream has about one for each frame that came, a whole answer what it might have."""
         prompt = self.most_prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
-        completion = self.completion_tokens or 0
+        completion = self.generated_tokens or 0
         if not self.complete or self.completion_tokens is None:
             completion = max(completion, self.frame_tokens, self.most_completion_tokens)
         return self.earlier_tokens + prompt + completion
+
+    @property
+    def generated_tokens(self) -> int | None:
+        """Of the answer: what the model server told of it, else of a stream what came. None where neither is known, as
+        of frames that may have several tokens each."""
+        if self.completion_tokens is not None and self.complete:
+            return self.completion_tokens
+        seen = self.seen_tokens if self.frames and self.most_frame_tokens == 1 else None
+        return max((one for one in (self.completion_tokens, seen) if one is not None), default=None)
 
     @property
     def model_told(self) -> str | None:
@@ -234,6 +247,7 @@ class RequestRecord:
             "count": self.count,
             "client_request_id": self.client_request_id,
             "route": self.route,
+            "passed": self.passed,
             "key": self.key,
             "tenant": self.tenant,
             "model": self.model_told,
@@ -259,7 +273,7 @@ class RequestRecord:
             "error_code": self.error_code,
             "status": self.status,
             "captured": None,
-            "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens, "charged": self.tokens},
+            "tokens": {"prompt": self.prompt_tokens, "completion": self.generated_tokens, "charged": self.tokens},
             "timings_ms": {
                 "total": _ms(self.total_s),
                 "own": _ms(self.own_s),
@@ -286,6 +300,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "and were too many in a minute, all of a route that have no entry of their own; time is then the first one's.",
     "client_request_id": "What the client sent as x-request-id if that was short and plain; null otherwise.",
     "route": "Path, or other.",
+    "passed": "Of route other the path, where it is one of passed_paths; null otherwise.",
     "key": "Id of the API key; null when none is asked for, or it was refused.",
     "tenant": "Tenant of the key; null without one.",
     "model": "The model that the client named.",
@@ -333,9 +348,9 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "status": "HTTP status that was sent; null when none was.",
     "captured": "Of the text that the policy had kept, outside the ledger: expires, the last day on which it is, and "
     "the SHA-256 of its line; null where none was.",
-    "tokens": "Tokens of prompt and completion that the model server told or that were seen, whatever the client got, "
-    "null where unknown; charged, what limits count: with those of answers that a policy had generated again, and a "
-    "bound for what stayed unknown.",
+    "tokens": "Tokens of prompt and completion that the model server told, whatever the client got; of a stream that "
+    "told none, about as many as its frames with a text in them that came; null where unknown; charged, what limits "
+    "count: with those of answers that a policy had generated again, and a bound for what stayed unknown.",
     "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the "
     "decision; upstream_first_byte; upstream: until its answer ended.",
 }

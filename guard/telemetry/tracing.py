@@ -207,7 +207,7 @@ class _Spans:
             "gen_ai.request.model": model,
             "gen_ai.response.model": record.answered_by,
             "gen_ai.usage.input_tokens": record.prompt_tokens,
-            "gen_ai.usage.output_tokens": record.completion_tokens,
+            "gen_ai.usage.output_tokens": record.generated_tokens,
             "http.response.status_code": record.status,
             "guard.policy": record.policy,
             "guard.action": record.action,

@@ -8,13 +8,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+from typer.testing import CliRunner
 
 from detectors import registry
 from detectors.base import Score
+from guard.cli import app
 from guard.console import ended
 from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER, HEADERS
 from guard.proxy import services
+from guard.proxy.wire_choices import chat_form
 from tests.console.conftest import Console, StartConsole
 from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED
 from tests.proxy.detectors import register
@@ -143,7 +146,7 @@ async def test_requests_that_no_policy_judged_push_out_none_that_one_did(
     start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services, "KEPT_FOR_CONSOLE", 3)
-    monkeypatch.setattr(services, "KEPT_UNJUDGED", 2)
+    monkeypatch.setattr(services, "KEPT_FAILED", 2)
     async with running(FakeEngine()) as engine, start_console(engine) as console:
         ids = [(await console.chat())[1]["x-guard-request-id"]]
         for _ in range(3):
@@ -161,6 +164,43 @@ async def test_requests_that_no_policy_judged_push_out_none_that_one_did(
         for _ in range(2):
             await console.chat()
         assert (await console.ask("GET", f"/requests/{ids[0]}"))[0] == 404
+
+
+async def test_every_route_is_listed_and_no_kind_of_request_pushes_out_another(
+    start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "KEPT_PASSED", 3)
+    async with running(FakeEngine()) as engine, start_console(engine, passed_paths="/tokenize") as console:
+        known = {"authorization": f"Bearer {console.client_key}"}
+        await console.chat()
+        assert (await console.get("/v1/nowhere", known))[0] == 404
+        assert (await console.post({"prompt": "private words"}, known, path="/tokenize"))[0] == 200
+        for path in ("/v1/models", "/v1/models/tiny", "/v1/models/none"):
+            await console.get(path, known)
+        _, told = await console.ask("GET", "/requests")
+        assert [(one["route"], one["passed"], one["status"], one["action"]) for one in told["requests"]] == [
+            (chat_form.route, None, 200, "allow"),
+            ("other", None, 404, "none"),
+            ("other", "/tokenize", 200, "none"),
+            ("/v1/models", None, 200, "none"),
+            ("/v1/models", None, 200, "none"),
+            ("/v1/models", None, 404, "none"),
+        ]
+        passed = await console.nth(3)
+        _, shown = await console.ask("GET", passed)
+        assert (shown["entry"]["passed"], shown["rules"], shown["content"]) == ("/tokenize", [], None)
+        assert (await console.ask("POST", f"{passed}/inspection"))[0] == 404
+        # Whoever asks for the list again and again hides no judged request and no refusal.
+        for _ in range(3):
+            await console.get("/v1/models", known)
+        _, told = await console.ask("GET", "/requests")
+        assert [(one["route"], one["status"]) for one in told["requests"]] == [
+            (chat_form.route, 200),
+            ("other", 404),
+            ("/v1/models", 404),
+            *[("/v1/models", 200)] * 3,
+        ]
+        assert "nowhere" not in json.dumps(told)
 
 
 async def test_a_decision_is_explained_rule_by_rule(console: Console) -> None:
@@ -315,6 +355,21 @@ async def test_a_rule_that_hits_several_times_has_one_score_and_beside_it_the_an
         assert (rule["reason"], rule["condition"]["reason"], rule["scores"]) == (told, told, {"fading": score})
         assert rule["answer_scores"] == {"fading": 0.9}
         assert told in [hit["reason"] for hit in shown["entry"]["hits"] if hit["rule"] == name]
+
+
+async def test_runs_of_the_playground_are_told_apart_and_found(console: Console) -> None:
+    await console.chat()
+    _, told = await console.ask("POST", "/playground", RUN)
+    await console.entries(3)
+
+    def asked(*arguments: str) -> Any:
+        done = CliRunner().invoke(app, ["ledger", *arguments, "--ledger", str(console.ledger), "--json"])
+        assert done.exit_code == 0
+        return done.stdout
+
+    assert json.loads(asked("stats"))["assignment"] == {"console": 2, "-": 1}
+    found = [json.loads(line)["request_id"] for line in asked("query", "--assignment", "console").splitlines()]
+    assert set(found) == {one["request"]["entry"]["request_id"] for one in told["runs"]}
 
 
 async def test_one_prompt_goes_through_two_policies(console: Console) -> None:

@@ -27,11 +27,12 @@ START_LIMIT_S = 60
 
 @dataclass
 class Running:
-    """A proxy process. ``url`` without path."""
+    """A proxy process. ``url`` without path. ``said``: up to its being ready."""
 
     url: str
     process: asyncio.subprocess.Process
     ledger: Path
+    said: str
 
     async def ask(
         self, method: str, path: str, *, url: str = "", tls: ssl.SSLContext | None = None, **request: Any
@@ -87,7 +88,7 @@ async def guard_proxy(
                 line = await process.stdout.readline()
                 assert line, f"it ended: {said.decode()}"
                 said += line
-        yield Running(f"{scheme}://127.0.0.1:{port}", process, folder / "ledger.jsonl")
+        yield Running(f"{scheme}://127.0.0.1:{port}", process, folder / "ledger.jsonl", said.decode())
     finally:
         if process.returncode is None:
             process.kill()

@@ -254,3 +254,35 @@ def test_what_cannot_work_is_said_in_one_line_before_anything_starts(
     assert ended.exit_code == code
     assert said in ended.output
     assert ended.exception is None or isinstance(ended.exception, SystemExit)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104
+def test_one_port_for_clients_and_operators_is_refused_before_it_is_ready(
+    tmp_path: Path, host: str, workers: str
+) -> None:
+    create_key(tmp_path / "keys.yaml", NewKey(admin=True))
+    port = str(free_port())
+    options = ["--ledger", str(tmp_path / "ledger"), "--keys", str(tmp_path / "keys.yaml"), "--host", host]
+    options += ["--port", port, "--admin-port", port, "--workers", workers]
+    ended = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["proxy", *options])
+    assert ended.exit_code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.output
+    assert "choose another with --admin-port" in ended.output
+    assert "ready: " not in ended.output
+
+
+async def test_what_is_likely_not_meant_is_said_once_at_the_start_and_nothing_else_is(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("version: 1\n")
+    options = ["--keys", str(keys), "--workers", "2", "--set", "admin_host=0.0.0.0"]
+    async with running(FakeEngine()) as engine:
+        async with guard_proxy(tmp_path, engine, *options, "--admin-port", str(free_port())) as proxy:
+            warned = [line for line in proxy.said.splitlines() if line.startswith("warning: ")]
+            for said, line in zip(("every request is a 401", "--admin", "admin_host is"), warned, strict=True):
+                assert said in line
+        for wanted in (NewKey(admin=True), NewKey(tenant="acme")):
+            create_key(keys, wanted)
+        port = str(free_port())
+        async with guard_proxy(tmp_path, engine, "--keys", str(keys), "--admin-port", port) as proxy:
+            assert "warning" not in proxy.said

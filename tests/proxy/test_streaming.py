@@ -318,7 +318,7 @@ async def test_a_stream_that_no_rule_judges_ends_at_an_engines_error_too(
         status, _, raw = await proxy.post(STREAM)
         assert (status, raw) == (200, before + error + DONE)
         entry = await proxy.entry()
-        assert (entry["outcome"], entry["tokens"]["completion"]) == ("upstream_error", None)
+        assert (entry["outcome"], entry["tokens"]["completion"]) == ("upstream_error", 1)
         assert entry["tokens"]["charged"] == 7 + 2
         await eventually(lambda: engine.open == 0)
 

@@ -14,7 +14,7 @@ import pytest
 from guard.proxy.keys import Limits, NewKey, create_key
 from tests.proxy.conftest import BODY, POLICY, Proxy, StartProxy, eventually
 from tests.proxy.detectors import register
-from tests.proxy.engine import FakeEngine, running
+from tests.proxy.engine import WORDS, FakeEngine, running
 from tests.proxy.test_endpoints import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 TEXT_RULE = """\
@@ -162,6 +162,57 @@ async def test_without_plugin_and_usage_a_prompt_costs_no_less_than_its_tokens(s
         one, two = await proxy.entries(2)
     assert one["tokens"]["charged"] >= 600
     assert two["tokens"]["charged"] >= 500
+
+
+STREAMS: dict[str, tuple[str, Any, Any]] = {
+    "chat": (CHAT, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+             lambda word: {"choices": [{"index": 0, "delta": {"content": word}}]}),
+    "a tool's call": (CHAT, {"choices": [{"index": 0, "delta": {"role": "assistant"}}]},
+                      lambda word: {"choices": [{"index": 0, "delta": {"tool_calls": [
+                          {"index": 0, "function": {"arguments": word}}]}}]}),
+    "completions": (COMPLETIONS, {"choices": [{"index": 0, "text": ""}]},
+                    lambda word: {"choices": [{"index": 0, "text": word}]}),
+    "responses": (RESPONSES, {"type": "response.created", "response": {"object": "response", "output": []}},
+                  lambda word: {"type": "response.output_text.delta", "output_index": 0, "content_index": 0,
+                                "item_id": "m", "delta": word}),
+    "messages": (MESSAGES, {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+                 lambda word: {"type": "content_block_delta", "index": 0,
+                               "delta": {"type": "text_delta", "text": word}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", [True, False])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize("name", list(STREAMS))
+async def test_of_a_stream_that_told_no_usage_the_tokens_that_came_are_told(
+    start_proxy: StartProxy, name: str, separators: tuple[str, str], rules: bool
+) -> None:
+    path, head, part = STREAMS[name]
+    events = [head, *(part(word) for word in ('"', " is\n", " {}"))]
+    engine = FakeEngine(
+        frames=[b"data: " + json.dumps(one, separators=separators).encode() + b"\n\n" for one in events]
+    )
+    policy = TEXT_RULE.replace("STREAMING", "window") if rules else POLICY
+    async with running(engine), start_proxy(engine, policy, upstream_plugin=False) as proxy:
+        await proxy.post({**BODIES[path], "stream": True}, path=path)
+        entry = await proxy.entry()
+    assert entry["outcome"] == ("upstream_unavailable" if rules else "upstream_broken")
+    assert (entry["tokens"]["completion"], entry["tokens"]["prompt"]) == (3, None)
+    assert entry["tokens"]["charged"] >= 3
+
+
+@pytest.mark.parametrize("streaming", ["hold", "window", "observe", None])
+async def test_a_whole_stream_without_a_usage_has_its_tokens_and_several_in_a_frame_are_not_known(
+    start_proxy: StartProxy, streaming: str | None
+) -> None:
+    policy = TEXT_RULE.replace("STREAMING", streaming) if streaming else POLICY
+    async with running(FakeEngine()) as engine, start_proxy(engine, policy) as proxy:
+        await proxy.post({**BODY, "stream": True})
+        await proxy.post({**BODY, "stream": True, "stream_interval": 4})
+        one, several = await proxy.entries(2)
+    assert (one["outcome"], one["tokens"]["completion"]) == ("completed", len(WORDS))
+    assert one["tokens"]["charged"] >= len(WORDS)
+    assert several["tokens"]["completion"] is None
 
 
 LONG = "word " * 400

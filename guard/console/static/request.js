@@ -94,7 +94,7 @@ function facts(entry) {
     ["Model", entry.model ?? "–"],
     ["Tokens", `${entry.tokens.prompt ?? "–"} → ${entry.tokens.completion ?? "–"}`],
     ["Key", [entry.key, entry.tenant].filter(Boolean).join(", ") || "–"],
-    ["Route", `${entry.route}${entry.streamed ? ", streamed" : ""}`],
+    ["Route", `${entry.passed ?? entry.route}${entry.streamed ? ", streamed" : ""}`],
     ["Id", entry.request_id],
   ];
 }

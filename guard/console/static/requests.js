@@ -125,7 +125,7 @@ export function requestsView(root, { go }) {
       { "data-id": one.request_id, class: chosen.at === one.request_id && "at", on: { click: () => go(`/requests/${one.request_id}`) } },
       h("td", { class: "time" }, h("a", { href: `#/requests/${one.request_id}`, on: { focus: () => mark(one.request_id) } }, clock(one.time))),
       h("td", {}, actionBadge(one.action), one.would !== one.action && one.would !== "none" && h("span", { class: "would", title: "with the shadow rules enforced" }, ` would ${one.would}`)),
-      h("td", { class: "named" }, one.rules.join(", ") || (one.outcome === "completed" ? "" : h("span", { class: "soft" }, ended(one)))),
+      h("td", { class: "named" }, one.rules.join(", ") || h("span", { class: "soft" }, one.outcome !== "completed" ? ended(one) : one.action === "none" ? `no policy: ${one.passed ?? one.route}` : "")),
       h(
         "td",
         { class: "scores" },

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 
-const MOST = 1200; // what a process keeps: a thousand that a policy judged, 200 others
+const MOST = 1400; // what a process keeps: a thousand that a policy judged, 400 others
 const WAIT_S = 20;
 const AGAIN_MS = 2000;
 const BETWEEN_MS = 400; // however many requests end meanwhile
