@@ -16,7 +16,7 @@ from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER, HEADERS
 from guard.proxy import services
 from tests.console.conftest import Console, StartConsole
-from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED
+from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED, eventually
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_answers import RETRY
@@ -372,6 +372,47 @@ async def test_a_look_inside_reads_every_token_of_prompt_and_answer(console: Con
     assert layer["values"] == sorted(layer["values"])
     assert all(body["max_tokens"] == 1 for body in console.engine.looks)
     assert len(console.engine.looks) == (1 if rows > 128 else 1 + 2)
+
+
+def _positions(look: dict[str, Any]) -> set[tuple[int, int]]:
+    """The token ranges that a look reads."""
+    captures = json.loads(look["vllm_xargs"]["mia"])["hidden"].values()
+    return {(start, end) for one in captures for start, end in one["positions"]["tokens"]}
+
+
+async def test_what_is_read_in_parts_is_read_for_all_detectors_at_once_and_no_token_is_computed_twice(
+    start_console: StartConsole,
+) -> None:
+    policy = POLICY.replace("  danger: {kind: probe}\n", "  danger: {kind: probe}\n  again: {kind: probe}\n")
+    async with running(FakeEngine(token_rows=128)) as engine, start_console(engine, policy) as console:
+        _, told = await console.ask("POST", "/playground", RUN | {"policies": ["test"], "prompt": "word " * 500})
+        path = f"/requests/{told['runs'][0]['request']['entry']['request_id']}"
+        _, seen = await console.ask("POST", f"{path}/inspection", {})
+    length = len(seen["tokens"])
+    assert [len(one["values"]) for one in seen["layers"]] == [length, length]
+    assert all(one["values"] == sorted(one["values"]) for one in seen["layers"])
+    _, *parts = engine.looks
+    starts = range(0, length, 128)
+    # A part ends where its prompt does. What stands before it is whole blocks, which the engine has just computed.
+    assert [_positions(one) for one in parts] == [{(start, min(start + 128, length))} for start in starts]
+    assert [len(one["prompt"]) for one in parts] == [min(start + 128, length) for start in starts]
+
+
+@pytest.mark.parametrize("path", ["inspection", "playground"])
+async def test_the_engines_work_ends_when_who_asked_for_it_leaves(console: Console, path: str) -> None:
+    engine = console.engine
+    engine.token_rows = 128
+    _, told = await console.ask("POST", "/playground", RUN | {"policies": ["test"], "prompt": "word " * 500})
+    ran = f"/requests/{told['runs'][0]['request']['entry']['request_id']}/inspection"
+    engine.look_delay_s = engine.answer_delay_s = None
+    asking = asyncio.create_task(console.ask("POST", *((ran, {}) if path == "inspection" else ("/playground", RUN))))
+    asked = 1 if path == "inspection" else len(RUN["policies"])
+    await eventually(lambda: engine.open == asked)
+    asking.cancel()
+    await eventually(lambda: (engine.open, engine.aborted) == (0, asked))
+    assert len(engine.looks) == (path == "inspection")
+    if path == "playground":
+        assert [one["outcome"] for one in (await console.entries(3))[1:]] == ["client_gone"] * 2
 
 
 async def test_a_body_without_end_is_not_read(console: Console) -> None:
