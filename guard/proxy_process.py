@@ -44,7 +44,7 @@ async def proxy_running(
     stopping = Stopping(begin, settings.drain_delay_s, settings.drain_timeout_s)
     async with contextlib.AsyncExitStack() as stack:
         if settings.admin_port is not None and seat is not None and seat.number > 0:
-            await stack.enter_async_context(telling(Ended(services, Contents(settings.ledger)), seat.socket))
+            await stack.enter_async_context(telling(Ended(services, Contents(services.ledger)), seat.socket))
         elif settings.admin_port is not None:
             admin = stack.enter_context(
                 listening_socket(settings.admin_host, settings.admin_port, option="--admin-port")

@@ -154,7 +154,7 @@ def _session_routes(sessions: Sessions) -> APIRouter:
 
 
 def _api(services: Services, others: Sequence[Source], sessions: Sessions) -> APIRouter:
-    contents = Contents(services.settings.ledger)
+    contents = Contents(services.ledger)
     playground = Playground(services, contents)
     together = Together((Ended(services, contents), *others))
 

@@ -137,7 +137,7 @@ const CHANGED = {
 /** Returns what the key for a closer look does. left: a signal, when the page is. */
 function drawText(section, request, left) {
   if (request.content === null) {
-    show(section, h("h2", {}, "Text"), h("p", { class: "soft" }, "Not kept: the policy that judged this request does not have its text captured."));
+    show(section, h("h2", {}, "Text"), h("p", { class: "soft" }, request.no_content));
     return () => {};
   }
   const { messages, answer, changes } = request.content;
