@@ -100,7 +100,7 @@ async def proxy_running(
     stopping = Stopping(begin, settings.drain_delay_s, settings.drain_timeout_s)
     async with contextlib.AsyncExitStack() as stack:
         if settings.admin_port is not None and seat is not None and seat.number > 0:
-            await stack.enter_async_context(telling(Ended(services, Contents(settings.ledger)), seat.socket))
+            await stack.enter_async_context(telling(Ended(services, Contents(services.ledger)), seat.socket))
         elif ports.admin is not None:
             await stack.enter_async_context(
                 serving(

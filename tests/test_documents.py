@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -137,3 +138,16 @@ def test_every_cell_about_a_peer_names_its_source_and_the_sources_date() -> None
                 assert found, cell
                 used.add(found[1])
     assert used == sources.keys()
+
+
+@pytest.mark.parametrize("picture", ["console-request.png", "console-requests.png"])
+def test_the_consoles_pictures_show_the_thresholds_that_ship(picture: str) -> None:
+    """Taken again by ``python -m bench.console_picture``, which writes what they show into them."""
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow: make install")
+    with image.open(CHECKOUT / "docs" / picture) as opened:
+        shown = json.loads(opened.info["thresholds"])
+    for kind, thresholds in shown.items():
+        config = json.loads((CHECKOUT / "model_configs" / kind / "SmolLM2-135M-Instruct.json").read_text())
+        shipped = {name: one["value"] for name, one in config["calibration"]["thresholds"].items()}
+        assert thresholds == pytest.approx(shipped), kind
+    assert set(shown) == {"probe", "attention_tracker"}

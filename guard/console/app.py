@@ -32,6 +32,7 @@ from guard.proxy.admin import admin_app
 from guard.proxy.app import names_of_models
 from guard.proxy.body import parse_request
 from guard.proxy.errors import ForbiddenHostError, InvalidKeyError, InvalidRequestError, NotFoundError, TooLargeError
+from guard.proxy.exchange import ClientGoneError, until_left
 from guard.proxy.keys import Caller
 from guard.proxy.services import Services
 from guard.proxy.wire_choices import chat_form
@@ -46,6 +47,9 @@ MAX_BODY_BYTES = 1 << 20
 
 MAX_CURSOR = 1 << 14
 """In characters; it has some 30 for each worker process."""
+
+NOBODY_READS = 499
+"""Status of an answer that goes nowhere: who asked has left, and the engine's work for it has ended."""
 
 PolicyName = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=100_000)]
@@ -150,7 +154,7 @@ def _session_routes(sessions: Sessions) -> APIRouter:
 
 
 def _api(services: Services, others: Sequence[Source], sessions: Sessions) -> APIRouter:
-    contents = Contents(services.settings.ledger)
+    contents = Contents(services.ledger)
     playground = Playground(services, contents)
     together = Together((Ended(services, contents), *others))
 
@@ -186,8 +190,11 @@ def _api(services: Services, others: Sequence[Source], sessions: Sessions) -> AP
         return _told(await together.one(Question("page", request_id)))
 
     @router.post("/requests/{request_id}/inspection")
-    async def inspection(request_id: str) -> Response:
-        return _told(await together.one(Question("inspection", request_id)))
+    async def inspection(request: Request, request_id: str) -> Response:
+        try:
+            return _told(await until_left(request.receive, together.one(Question("inspection", request_id))))
+        except ClientGoneError:
+            return Response(status_code=NOBODY_READS)
 
     @router.get("/playground")
     async def choices() -> Response:
@@ -206,7 +213,7 @@ def _api(services: Services, others: Sequence[Source], sessions: Sessions) -> AP
         if unknown := [name for name in asked.policies if name not in found]:
             raise InvalidRequestError(f"there is no policy {unknown[0]!r} to try", "policies")
         guarded = parse_request(chat_form, _body(asked))
-        runs = await playground.run([found[name] for name in asked.policies], guarded, caller)
+        runs = await playground.run([found[name] for name in asked.policies], guarded, caller, request.receive)
         return _json({"runs": [_run(one) for one in runs]})
 
     @router.get("/calibration")

@@ -10,14 +10,19 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from guard.telemetry.content import Captured
+from guard.telemetry.content import AnswerText, Captured
+from guard.telemetry.ledger import Ledger
 from guard.telemetry.ledger_reader import LedgerReadError, captured
 from guard.telemetry.recent import Finished
 
 MAX_KEPT = 200
+NOT_JUDGED = "its text is not kept: it did not come to a policy, which would say whether it may be"
+NOT_ALLOWED = "its text is not kept: its policy does not allow it (capture)"
+PROMPT_NOT_ALLOWED = "its prompt is not kept: its policy does not allow it (capture.prompt)"
+NOT_THERE = "its text is not kept any more, or could not be: the log has an error then"
+UNREADABLE = "its text cannot be read: the ledger cannot"
 WORDS = "content"
 """The channel of a chat completion that is its words."""
 
@@ -40,9 +45,9 @@ class Content:
 
 @dataclass
 class Contents:
-    """``ledger``: its file, which the texts lie beside. By id of the request."""
+    """``ledger``: which the texts lie beside, or wait in. By id of the request."""
 
-    ledger: Path
+    ledger: Ledger
     _kept: OrderedDict[str, Content] = field(default_factory=OrderedDict)
 
     def keep(self, request_id: str, content: Content) -> None:
@@ -50,17 +55,24 @@ class Contents:
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
 
-    async def find(self, finished: Finished) -> Content | None:
-        """None where the policy that judged the request lets nothing be kept, or it is not there (any more)."""
+    async def find(self, finished: Finished) -> Content | str:
+        """Why there is none, in words, where the policy that judged the request lets nothing be kept, or it is not
+        there any more."""
         if (kept := self._kept.get(finished.record.request_id)) is not None:
             return kept
-        if finished.judges is None or finished.judges.live.capture is None:
-            return None
+        if finished.judges is None:
+            return NOT_JUDGED
+        if finished.judges.live.capture is None:
+            return NOT_ALLOWED
         try:
-            found = await asyncio.to_thread(captured, self.ledger, finished.record.request_id)
+            found = await asyncio.to_thread(self._captured, finished.record.request_id)
         except LedgerReadError:
-            return None  # whoever writes it says so, in metrics and log
-        return None if found is None else from_captured(found, finished.record.model)
+            return UNREADABLE
+        return NOT_THERE if found is None else from_captured(found, finished.record.model)
+
+    def _captured(self, request_id: str) -> Captured | None:
+        """Of a request that has just ended it is still on its way. Raises ``LedgerReadError``."""
+        return self.ledger.waiting_text(request_id) or captured(self.ledger.path, request_id)
 
 
 def from_captured(found: Captured, model: str | None) -> Content:
@@ -72,10 +84,15 @@ def from_captured(found: Captured, model: str | None) -> Content:
             parts.setdefault(one.message, []).append(one.text)
             roles[one.message] = one.role
     messages = [{"role": roles[at], "content": "\n".join(texts)} for at, texts in sorted(parts.items())]
-    words = [one for one in found.answer if one.channel == WORDS]
-    answer = next((one for one in words if not one.withheld), words[0] if words else None)
+    answer = _shown(found)
     fields, text = {"model": model, "messages": messages}, answer.text if answer else ""
     return Content(fields, text, tuple(_changes(found)), tuple(_notes(found)))
+
+
+def _shown(found: Captured) -> AnswerText | None:
+    """Of several answers the first that the client got, or the first; None without words."""
+    words = [one for one in found.answer if one.channel == WORDS]
+    return min(words, key=lambda one: (one.withheld, one.choice), default=None)
 
 
 def _changes(found: Captured) -> list[str]:
@@ -90,9 +107,10 @@ def _changes(found: Captured) -> list[str]:
 
 
 def _notes(found: Captured) -> list[str]:
-    answers = [one for one in found.answer if one.channel == WORDS]
+    shown, choices = _shown(found), len({one.choice for one in found.answer})
     notes = {
-        "the client did not get this answer": bool(answers) and all(one.withheld for one in answers),
+        "the client did not get this answer": shown is not None and shown.withheld,
+        f"one of {choices} answers: that of choice {shown.choice if shown else 0}": shown is not None and choices > 1,
         f"kept until {found.expires.isoformat()}": True,
     }
     return [note for note, holds in notes.items() if holds]

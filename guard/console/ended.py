@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from guard.console import views
-from guard.console.contents import Content, Contents
+from guard.console.contents import PROMPT_NOT_ALLOWED, Content, Contents
 from guard.console.inspection import inspect
 from guard.proxy.errors import ApiError, InvalidRequestError, NotFoundError
 from guard.proxy.services import Services
@@ -26,7 +26,10 @@ MAX_LINES = 250
 BINS = 40
 """Of the distribution of recent scores."""
 
-NOT_KEPT = "this request is not kept any more; guard ledger show ID has its line"
+NOT_KEPT = (
+    "no request with this id is kept here: it has not ended, or many others have since; once it has ended, "
+    "guard ledger show ID has its line"
+)
 
 
 @dataclass(frozen=True)
@@ -107,26 +110,35 @@ class Ended:
 
     async def _page(self, finished: Finished) -> dict[str, Any]:
         content = await self.contents.find(finished)
-        return {**views.whole(finished), "content": _content(content) if content is not None else None}
+        if isinstance(content, str):
+            return {**views.whole(finished), "content": None, "no_content": content}
+        return {**views.whole(finished), "content": _content(content)}
 
     async def _inspection(self, finished: Finished) -> dict[str, Any]:
-        content = await self.contents.find(finished)
-        if content is None or not content.has_prompt or finished.judges is None:
-            raise NotFoundError("the prompt of this request is not kept: its policy does not allow it, or it is gone")
         if finished.record.route != chat_form.route:
             raise InvalidRequestError(f"only requests of {chat_form.route} can be looked into")
+        content = await self.contents.find(finished)
+        if isinstance(content, str):
+            raise NotFoundError(content)
+        if not content.has_prompt or finished.judges is None:
+            raise NotFoundError(PROMPT_NOT_ALLOWED)
         return await inspect(self.services, finished.judges.live, content, finished.record.request_id)
 
-    def _scores(self) -> dict[str, list[int]]:
-        """KIND -> how many of the recent requests scored in each of ``BINS`` equal steps from 0 to 1."""
-        counts: dict[str, list[int]] = {}
+    def _scores(self) -> dict[str, dict[str, Any]]:
+        """KIND -> ``bins``, how many scores of recent requests lie in each of ``BINS`` equal steps from 0 to 1, and
+        ``requests``, how many those were: several detectors of a kind score one request."""
+        counts: dict[str, dict[str, Any]] = {}
         for finished in self.services.recent.after(0):
             record = finished.record
             kinds = finished.judges.live.detector_kinds if finished.judges is not None else {}
+            scored: set[str] = set()
             for name, score in {**record.scores, **(record.answer.scores if record.answer else {})}.items():
                 if score.value is not None and name in kinds:
-                    bins = counts.setdefault(kinds[name], [0] * BINS)
+                    scored.add(kind := kinds[name])
+                    bins = counts.setdefault(kind, {"bins": [0] * BINS, "requests": 0})["bins"]
                     bins[min(BINS - 1, max(0, int(score.value * BINS)))] += 1
+            for kind in scored:
+                counts[kind]["requests"] += 1
         return counts
 
 

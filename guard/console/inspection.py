@@ -1,8 +1,9 @@
 """A closer look at one request: its prompt and its answer read once more, with every detector at every token.
 
-Owns the request for that reading. It costs the engine one more prompt and one token, and is done when somebody asks to
-see it, never for live traffic. Live requests are read where their detectors need it; what stands at other tokens is
-nowhere until then. Prompt and answer go in as tokens, so that they stand exactly where they stood.
+Owns the request for that reading. It costs the engine one more prompt and one token, twice that where it has no room
+for all rows at once, and is done when somebody asks to see it, never for live traffic. Live requests are read where
+their detectors need it; what stands at other tokens is nowhere until then. Prompt and answer go in as tokens, so that
+they stand exactly where they stood.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _NOTHING = Score("unavailable", reason="no detector of this policy reads tokens"
 
 ROWS_AT_ONCE = 128
 """Tokens read in one pass where an engine has no room for all: it has room for one of each request in a step, which is
-rarely less than this."""
+rarely less than this. Passes begin at multiples of it, where blocks of its prefix cache end, so that none computes
+again what stands before it."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class Tokens:
     answer_from: int
 
 
+_Values = dict[int, float] | Score
+"""By position; a ``Score`` says why there are none."""
+
+
 @dataclass(frozen=True)
 class _Look:
     """One detector read at some tokens. ``key`` begins the names of its captures."""
@@ -84,12 +90,10 @@ class _Look:
     def plan(self) -> CapturePlan:
         return self.detector.token_plan(TokenRanges(tokens=((self.start, self.end),)))
 
-    def parts(self) -> list[_Look]:
-        """The same in pieces of at most ``ROWS_AT_ONCE``; attention is a mean over its tokens and stays whole."""
-        if self.detector.looks_back:
-            return [self]
-        starts = range(self.start, self.end, ROWS_AT_ONCE)
-        return [replace(self, start=one, end=min(one + ROWS_AT_ONCE, self.end)) for one in starts]
+    def within(self, start: int, end: int) -> _Look | None:
+        """The same at its tokens in ``[start, end)``; None where it has none there."""
+        first, last = max(start, self.start), min(end, self.end)
+        return replace(self, start=first, end=last) if first < last else None
 
 
 async def inspect(services: Services, policy: BoundPolicy, content: Content, request_id: str) -> dict[str, Any]:
@@ -147,41 +151,49 @@ class _Reading:
         return Tokens(ids, token_texts(names), begins)
 
     async def layers(self, looks: Sequence[_Look], tokens: Tokens) -> list[Layer]:
-        """All in one reading if the engine can do that; what it had no room for, or no tap, is then read by itself."""
-        together = await self._read([_spec(look) for look in looks], tokens) if looks else _NOTHING
-        return [await self._layer(look, tokens, together) for look in looks]
+        """All in one reading if the engine can do that; what it had no room for, or no tap, is then read apart."""
+        ids = tokens.ids
+        readouts = await self._read(looks, ids) if looks else _NOTHING
+        found = {look.key: _values(look, readouts) for look in looks}
+        lacking = [look for look in looks if isinstance(found[look.key], Score)]
+        found |= await self._apart(lacking, ids, refused=isinstance(readouts, Score))
+        return [_layer(look, found[look.key], len(ids)) for look in looks]
 
-    async def _layer(self, look: _Look, tokens: Tokens, together: Readouts | Score) -> Layer:
-        values = _values(look, together)
-        if isinstance(values, Score):
-            values = await self._alone(look, tokens)
-        reason = values.reason if isinstance(values, Score) else ""
-        filled = [] if isinstance(values, Score) else [values.get(at) for at in range(len(tokens.ids))]
-        return Layer(look.name, look.kind, look.detector.looks_back, look.from_, filled, reason)
-
-    async def _alone(self, look: _Look, tokens: Tokens) -> dict[int, float] | Score:
-        """Of one detector, in as many readings as it takes."""
-        found: dict[int, float] = {}
-        for part in look.parts():
-            values = _values(part, await self._read([_spec(part)], tokens))
-            if isinstance(values, Score):
-                return values
-            found |= values
+    async def _apart(self, looks: Sequence[_Look], ids: Sequence[int], *, refused: bool) -> dict[str, _Values]:
+        """In as many readings as it takes. ``refused``: all were, perhaps for what one of them asks, so each goes
+        alone. Attention is a mean over its tokens and stays whole."""
+        found: dict[str, _Values] = {}
+        rows = [look for look in looks if not look.detector.looks_back]
+        for group in [[look] for look in rows] if refused else [rows]:
+            found |= await self._in_parts(group, ids)
+        for look in looks:
+            if look.detector.looks_back:
+                found[look.key] = _values(look, await self._read([look], ids))
         return found
 
-    async def _read(self, specs: Sequence[MiaSpec], tokens: Tokens) -> Readouts | Score:
+    async def _in_parts(self, looks: Sequence[_Look], ids: Sequence[int]) -> dict[str, _Values]:
+        """Of single tokens, part by part. A part ends the prompt, since no token sees those behind it; what stands
+        before it has just been computed, and comes from the engine's prefix cache."""
+        found: dict[str, _Values] = {look.key: {} for look in looks}
+        for start in range(0, len(ids), ROWS_AT_ONCE):
+            end = min(start + ROWS_AT_ONCE, len(ids))
+            going = [look for look in looks if not isinstance(found[look.key], Score)]
+            if parts := [part for look in going if (part := look.within(start, end)) is not None]:
+                readouts = await self._read(parts, ids[:end])
+                for part in parts:
+                    values, before = _values(part, readouts), found[part.key]
+                    assert not isinstance(before, Score)
+                    found[part.key] = values if isinstance(values, Score) else before | values
+        return found
+
+    async def _read(self, looks: Sequence[_Look], ids: Sequence[int]) -> Readouts | Score:
         """One prompt read; a ``Score`` says why nothing came of it."""
-        spec = MiaSpec(
-            hidden={name: capture for one in specs for name, capture in one.hidden.items()},
-            attention={name: capture for one in specs for name, capture in one.attention.items()},
-            probes={name: capture for one in specs for name, capture in one.probes.items()},
-        )
         body = {
             "model": self.model,
-            "prompt": list(tokens.ids),
+            "prompt": list(ids),
             "max_tokens": 1,
             "temperature": 0,
-            "vllm_xargs": {"mia": spec.to_wire()},
+            "vllm_xargs": {"mia": _spec(looks).to_wire()},
         }
         async with self.services.upstream.ask(
             completions_form.route, json.dumps(body).encode(), self.request_id, {}, early=False
@@ -209,17 +221,23 @@ class _Reading:
         return ids, names
 
 
-def _spec(look: _Look) -> MiaSpec:
-    plan, key = look.plan, look.key
+def _spec(looks: Sequence[_Look]) -> MiaSpec:
+    plans = [(look.key, look.plan) for look in looks]
     return MiaSpec(
-        hidden={f"{key}.{name}": capture for name, capture in plan.hidden.items()},
-        attention={f"{key}.{name}": capture for name, capture in plan.attention.items()},
-        probes={f"{key}.{name}": probe.capture for name, probe in plan.probes.items()},
+        hidden={f"{key}.{name}": capture for key, plan in plans for name, capture in plan.hidden.items()},
+        attention={f"{key}.{name}": capture for key, plan in plans for name, capture in plan.attention.items()},
+        probes={f"{key}.{name}": probe.capture for key, plan in plans for name, probe in plan.probes.items()},
     )
 
 
-def _values(look: _Look, readouts: Readouts | Score) -> dict[int, float] | Score:
-    """By position; a ``Score`` says why there are none."""
+def _layer(look: _Look, values: _Values, length: int) -> Layer:
+    """``length``: of prompt and answer, in tokens."""
+    reason = values.reason if isinstance(values, Score) else ""
+    filled = [] if isinstance(values, Score) else [values.get(at) for at in range(length)]
+    return Layer(look.name, look.kind, look.detector.looks_back, look.from_, filled, reason)
+
+
+def _values(look: _Look, readouts: Readouts | Score) -> _Values:
     if isinstance(readouts, Score):
         return readouts
     prefix = f"{look.key}."

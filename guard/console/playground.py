@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.types import Message
+from starlette.types import Message, Receive
 
 from guard.console.contents import Content, Contents
 from guard.data import data_folder
@@ -68,11 +68,14 @@ class Playground:
             found.append((one.name, one))
         return found
 
-    async def run(self, policies: list[BoundPolicy], request: GuardedRequest[Form], caller: Caller) -> list[Run]:
-        """At once, so that both meet the same engine."""
-        return list(await asyncio.gather(*(self._run(one, request, caller) for one in policies)))
+    async def run(
+        self, policies: list[BoundPolicy], request: GuardedRequest[Form], caller: Caller, receive: Receive
+    ) -> list[Run]:
+        """At once, so that both meet the same engine. ``receive``: says when whoever wants them leaves, which ends
+        them."""
+        return list(await asyncio.gather(*(self._run(one, request, caller, receive) for one in policies)))
 
-    async def _run(self, policy: BoundPolicy, request: GuardedRequest[Form], caller: Caller) -> Run:
+    async def _run(self, policy: BoundPolicy, request: GuardedRequest[Form], caller: Caller, receive: Receive) -> Run:
         services = self.services
         record = RequestRecord(
             chat_form.route,
@@ -84,7 +87,7 @@ class Playground:
         )
         sent = _Sent()
         scope = {"type": "http", "method": "POST", "path": chat_form.route, "headers": []}
-        exchange = Exchange(scope, _never, sent.send, record, caller=caller)
+        exchange = Exchange(scope, receive, sent.send, record, caller=caller)
         exchange.judges = both = judges(policy, None)
 
         async def work() -> None:
@@ -94,7 +97,7 @@ class Playground:
 
         services.under_way += 1
         try:
-            await answer(exchange, work())
+            await answer(exchange, exchange.until_client_leaves(work()))
         finally:
             record.total_s = time.perf_counter() - record.started_s
             services.ledger.append(record.to_entry())
@@ -123,12 +126,6 @@ class _Sent:
             return json.loads(b"".join(self.parts))
         except ValueError:
             return None
-
-
-async def _never() -> Message:
-    """The client neither says more nor leaves."""
-    await asyncio.Event().wait()
-    raise AssertionError("nobody sets it")
 
 
 def text_of(body: Any) -> str:

@@ -68,12 +68,14 @@ class Together:
         besides = f" (or worker {missing[0]} has it, which does not answer now)" if missing else ""
         return Answer(404, NotFoundError(NOT_KEPT + besides).to_wire())
 
-    async def scores(self) -> dict[str, list[int]]:
+    async def scores(self) -> dict[str, dict[str, Any]]:
         """As each process has them, added up."""
-        sums: dict[str, list[int]] = {}
-        for counts in (await self._all(Question("scores"))).values():
-            for kind, bins in counts.items():
-                sums[kind] = [a + b for a, b in zip(sums.get(kind, [0] * len(bins)), bins, strict=True)]
+        sums: dict[str, dict[str, Any]] = {}
+        for told in (await self._all(Question("scores"))).values():
+            for kind, one in told.items():
+                known = sums.get(kind, {"bins": [0] * len(one["bins"]), "requests": 0})
+                bins = [a + b for a, b in zip(known["bins"], one["bins"], strict=True)]
+                sums[kind] = {"bins": bins, "requests": known["requests"] + one["requests"]}
         return sums
 
     async def policies_error(self) -> str | None:

@@ -39,8 +39,8 @@ from guard.mia.metrics import engine_metrics
 from guard.mia.patching import wrap
 from guard.mia.results import Readout, Readouts, Stage, SteeringReport, not_complete, with_token_ids
 from guard.mia.spans import LocatedMessage, SpanError, locate_messages, resolve_spec, split_joined
-from guard.mia.spec import MiaSpec, TokenRanges, generates, reads_whole_prompt
-from guard.mia.windows import first_steered, reach
+from guard.mia.spec import MiaSpec, TokenRanges, generates
+from guard.mia.windows import first_read, first_steered, reach
 
 NO_MESSAGES = "no chat template has rendered messages of this request"
 
@@ -181,13 +181,13 @@ def prepare(context: RequestContext, prompt: Any, params: Any, request_id: str) 
         context.deliver(_readouts(prepared, prepared.unavailable, ids, 0, "prompt"))
     # Nothing in it is changed, so that nothing in it need be cloned.
     params = copy(params)
-    asked = {"spec": spec.to_wire(), "steered_from": first_steered(spec, len(ids))}
+    read_from = first_read(spec, len(ids), keys_from_cache=context.engine.keys_from_cache)
+    asked = {"spec": spec.to_wire(), "steered_from": first_steered(spec, len(ids)), "read_from": read_from}
     if asked["steered_from"] is not None:
         asked["steering_key"] = steering_key(spec, context.vectors)
     params.extra_args = {**(params.extra_args or {}), "mia": asked}
-    keys_from_cache = context.engine.keys_from_cache
-    if any(reads_whole_prompt(capture, keys_from_cache=keys_from_cache) for capture in spec.captures.values()):
-        # Tokens of cached blocks never pass the taps.
+    if read_from == 0:
+        # Tokens of cached blocks never pass the taps. Where some may come from there, ``block_keys`` says how many.
         params.skip_reading_prefix_cache = True
     return prompt, params
 

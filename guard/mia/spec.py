@@ -200,14 +200,6 @@ def generates(capture: Capture) -> bool:
     return capture.positions in ("generated", "all") or isinstance(capture.positions, FirstGenerated)
 
 
-def reads_whole_prompt(capture: Capture, *, keys_from_cache: bool) -> bool:
-    """Whether it reads prompt tokens that a prefix cache would skip: attention needs the keys of all of them, wherever
-    they cannot be read from that cache."""
-    with_keys = isinstance(capture, AttentionCapture | QKCapture) and not keys_from_cache
-    only_ends = capture.positions in ("last_prompt", "generated") or isinstance(capture.positions, FirstGenerated)
-    return with_keys or not only_ends
-
-
 def span_of(capture: Capture) -> tuple[str, ...]:
     """The span that says at which tokens a capture reads, if one does."""
     return (capture.positions.span,) if isinstance(capture.positions, SpanPositions) else ()

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from guard.mia.spec import Capture, FirstGenerated, MiaSpec, SpanPositions, Steer, TokenRanges
+from guard.mia.spec import (
+    AttentionCapture,
+    Capture,
+    FirstGenerated,
+    MiaSpec,
+    QKCapture,
+    SpanPositions,
+    Steer,
+    TokenRanges,
+)
 
 ENDLESS = 2**31
 
@@ -88,3 +97,14 @@ def reach(steer: Steer, prompt_len: int) -> list[Window]:
 def first_steered(spec: MiaSpec, prompt_len: int) -> int | None:
     """The first token that a request's steering may change; None when it changes none."""
     return min((window.start for one in spec.steer for window in reach(one, prompt_len)), default=None)
+
+
+def first_read(spec: MiaSpec, prompt_len: int, *, keys_from_cache: bool) -> int | None:
+    """The first token of the prompt that a request must compute for its captures, and not take from a prefix cache:
+    where it reads, and the very first for attention whose keys cannot be read from that cache. None for the last one,
+    which is always computed, and for those behind it."""
+    starts = [start for capture in spec.captures.values() for start, _ in intervals(capture, spec, prompt_len)]
+    if not keys_from_cache and any(isinstance(one, AttentionCapture | QKCapture) for one in spec.captures.values()):
+        starts.append(0)
+    first = min(starts, default=prompt_len)
+    return first if first < prompt_len - 1 else None

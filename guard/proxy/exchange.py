@@ -6,7 +6,7 @@ Owns the ASGI calls and the headers of every answer. Never knows what is answere
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,6 +29,37 @@ JSON = {"content-type": "application/json"}
 
 class ClientGoneError(Exception):
     """Nobody is left to answer."""
+
+
+async def until_left(receive: Receive, work: Coroutine[Any, Any, T], ended: Callable[[], bool] = lambda: False) -> T:
+    """Do ``work``; the moment whoever is at ``receive`` leaves it is cancelled, and ``ClientGoneError`` raised, unless
+    all is said already (``ended``). The request's body has been read, or nobody wants it."""
+    working = asyncio.current_task()
+    assert working is not None
+    left = False
+
+    def leave(_watching: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not ended():
+            left = working.cancel()
+
+    watching = asyncio.create_task(_disconnected(receive))
+    watching.add_done_callback(leave)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # Unless somebody else cancels it too: a server that stops.
+        if left and not working.uncancel():
+            raise ClientGoneError from None
+        raise
+    finally:
+        watching.remove_done_callback(leave)
+        watching.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass
@@ -95,32 +126,8 @@ class Exchange:
 
     async def until_client_leaves(self, work: Coroutine[Any, Any, T]) -> T:
         """Do ``work``; the moment the client leaves it is cancelled, and ``ClientGoneError`` raised."""
-        working = asyncio.current_task()
-        assert working is not None
-        left = False
-
-        def leave(_watching: asyncio.Task[None]) -> None:
-            nonlocal left
-            # After the last byte the server says "disconnected" too; the work then only tidies up.
-            if not self.ended:
-                left = working.cancel()
-
-        watching = asyncio.create_task(self._disconnected())
-        watching.add_done_callback(leave)
-        try:
-            return await work
-        except asyncio.CancelledError:
-            # Unless somebody else cancels it too: a server that stops.
-            if left and not working.uncancel():
-                raise ClientGoneError from None
-            raise
-        finally:
-            watching.remove_done_callback(leave)
-            watching.cancel()
-
-    async def _disconnected(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+        # After the last byte the server says "disconnected" too; the work then only tidies up.
+        return await until_left(self.receive, work, ended=lambda: self.ended)
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the head of a stream."""

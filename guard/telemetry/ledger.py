@@ -62,7 +62,7 @@ class Content(Protocol):
     def size_bytes(self) -> int: ...
 
     def captured(self) -> Captured:
-        """What is to be kept of it; called by the ledger's thread."""
+        """What is to be kept of it; called by the ledger's thread, and by whoever looks at it before that."""
         ...
 
 
@@ -87,6 +87,8 @@ class Ledger:
         self._content = content_folder(path)
         self._content_bytes = 0
         self._content_lock = threading.Lock()
+        self._texts: dict[str, _WithContent] = {}
+        self._taken: list[_WithContent] = []
         self._keeps_texts = False
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._file = LedgerFile(path, secret, keeping)
@@ -129,11 +131,19 @@ class Ledger:
         if self._queue.qsize() < MAX_QUEUED:
             # Before the thread can have written it.
             self._on_waiting(1)
+            if isinstance(waiting, _WithContent):
+                self._texts[waiting.request_id] = waiting
             self._queue.put(waiting)
         else:
             if isinstance(waiting, _WithContent):
                 self._room_for(-waiting.size_bytes)
             self._report("dropped", 1, f"{MAX_QUEUED} entries wait to be written")
+
+    def waiting_text(self, request_id: str) -> Captured | None:
+        """The text of a request whose entry is not in the file yet, as it will be kept; None where none waits. Asked
+        first: what does not wait is in the file by then."""
+        waiting = self._texts.get(request_id)
+        return None if waiting is None else waiting.content.captured()
 
     def _run(self) -> None:
         self._keep_house()
@@ -141,6 +151,7 @@ class Ledger:
             lines, ends = self._batch()
             if lines and not self._write(lines, ends=ends):
                 return
+            self._let_go()
             if ends:
                 return
             self._keep_house_when_due(HOUSEKEEPING_S)
@@ -156,7 +167,10 @@ class Ledger:
         if line is not None:
             time.sleep(GATHER_S)
         while line is not None:
-            lines.append(self._kept(line) if isinstance(line, _WithContent) else line)
+            if isinstance(line, _WithContent):
+                self._taken.append(line)
+                line = self._kept(line)
+            lines.append(line)
             if len(lines) == MAX_BATCH:
                 return lines, False
             try:
@@ -184,9 +198,14 @@ class Ledger:
         except Exception as error:
             # Whatever it is, it must not cost the entry; and its own words may quote the text.
             log.error("a request's text could not be kept in %s: %s", self._content, type(error).__name__)
-        finally:
-            self._room_for(-one.size_bytes)
         return _to_line(entry)
+
+    def _let_go(self) -> None:
+        """Of texts whose entries are in the file now."""
+        for one in self._taken:
+            self._texts.pop(one.request_id, None)
+            self._room_for(-one.size_bytes)
+        self._taken.clear()
 
     def _keep_house_when_due(self, every_s: float) -> None:
         if time.monotonic() - self._house_s >= every_s:
@@ -250,6 +269,10 @@ class _WithContent:
     entry: Mapping[str, Any]
     content: Content
     size_bytes: int
+
+    @property
+    def request_id(self) -> str:
+        return str(self.entry["request_id"])
 
 
 def _to_line(entry: Mapping[str, Any]) -> bytes:

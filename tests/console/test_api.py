@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from typing import Any
 
 import aiohttp
@@ -18,8 +19,10 @@ from guard.console.sessions import SAME_PAGE
 from guard.console.static_files import FOLDER, HEADERS
 from guard.proxy import services
 from guard.proxy.wire_choices import chat_form
+from guard.telemetry import ledger
+from guard.telemetry.ledger_files import content_folder
 from tests.console.conftest import Console, StartConsole
-from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED
+from tests.proxy.conftest import BLOCKED, FLAGGED, POLICY, STEERED, eventually
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_answers import RETRY
@@ -429,6 +432,47 @@ async def test_a_look_inside_reads_every_token_of_prompt_and_answer(console: Con
     assert len(console.engine.looks) == (1 if rows > 128 else 1 + 2)
 
 
+def _positions(look: dict[str, Any]) -> set[tuple[int, int]]:
+    """The token ranges that a look reads."""
+    captures = json.loads(look["vllm_xargs"]["mia"])["hidden"].values()
+    return {(start, end) for one in captures for start, end in one["positions"]["tokens"]}
+
+
+async def test_what_is_read_in_parts_is_read_for_all_detectors_at_once_and_no_token_is_computed_twice(
+    start_console: StartConsole,
+) -> None:
+    policy = POLICY.replace("  danger: {kind: probe}\n", "  danger: {kind: probe}\n  again: {kind: probe}\n")
+    async with running(FakeEngine(token_rows=128)) as engine, start_console(engine, policy) as console:
+        _, told = await console.ask("POST", "/playground", RUN | {"policies": ["test"], "prompt": "word " * 500})
+        path = f"/requests/{told['runs'][0]['request']['entry']['request_id']}"
+        _, seen = await console.ask("POST", f"{path}/inspection", {})
+    length = len(seen["tokens"])
+    assert [len(one["values"]) for one in seen["layers"]] == [length, length]
+    assert all(one["values"] == sorted(one["values"]) for one in seen["layers"])
+    _, *parts = engine.looks
+    starts = range(0, length, 128)
+    # A part ends where its prompt does. What stands before it is whole blocks, which the engine has just computed.
+    assert [_positions(one) for one in parts] == [{(start, min(start + 128, length))} for start in starts]
+    assert [len(one["prompt"]) for one in parts] == [min(start + 128, length) for start in starts]
+
+
+@pytest.mark.parametrize("path", ["inspection", "playground"])
+async def test_the_engines_work_ends_when_who_asked_for_it_leaves(console: Console, path: str) -> None:
+    engine = console.engine
+    engine.token_rows = 128
+    _, told = await console.ask("POST", "/playground", RUN | {"policies": ["test"], "prompt": "word " * 500})
+    ran = f"/requests/{told['runs'][0]['request']['entry']['request_id']}/inspection"
+    engine.look_delay_s = engine.answer_delay_s = None
+    asking = asyncio.create_task(console.ask("POST", *((ran, {}) if path == "inspection" else ("/playground", RUN))))
+    asked = 1 if path == "inspection" else len(RUN["policies"])
+    await eventually(lambda: engine.open == asked)
+    asking.cancel()
+    await eventually(lambda: (engine.open, engine.aborted) == (0, asked))
+    assert len(engine.looks) == (path == "inspection")
+    if path == "playground":
+        assert [one["outcome"] for one in (await console.entries(3))[1:]] == ["client_gone"] * 2
+
+
 async def test_a_body_without_end_is_not_read(console: Console) -> None:
     url, headers = f"{console.admin_url}/console/api/playground", {"authorization": f"Bearer {console.admin_key}"}
     for sent, status in ((headers, 413), ({}, 401)):
@@ -442,6 +486,40 @@ async def test_nobody_looks_inside_a_request_whose_text_was_not_captured(console
     assert (status, body["error"]["code"]) == (404, "not_found")
     assert "does not allow" in body["error"]["message"]
     assert console.engine.looks == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_text_is_there_as_soon_as_its_request_has_ended(
+    start_console: StartConsole, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "GATHER_S", 2.0)  # nothing is written meanwhile
+    policy = POLICY + "capture: {prompt: true, answer: true, patterns: {colour: blue}}\n"
+    async with running(FakeEngine()) as engine, start_console(engine, policy) as console:
+        await console.chat(messages=[{"role": "user", "content": "I like blue"}], stream=stream)
+        path = await console.nth(1)
+        _, at_once = await console.ask("GET", path)
+        status, seen = await console.ask("POST", f"{path}/inspection", {})
+        assert not console.ledger.read_bytes()
+        assert status == 200
+        assert "".join(seen["tokens"]).endswith("I like [colour]The answer is 42.")
+        await console.entries(1)
+        _, later = await console.ask("GET", path)
+        assert later["content"] == at_once["content"]
+
+
+async def test_why_a_text_is_not_shown_is_said_as_it_is(start_console: StartConsole) -> None:
+    async with running(FakeEngine()) as engine, start_console(engine, POLICY + "capture: {prompt: true}\n") as console:
+        await console.chat()
+        await console.entries(1)
+        shutil.rmtree(content_folder(console.ledger))
+        await console.chat(model="tiny", messages="none")
+        for number, said in ((1, "not kept any more"), (2, "did not come to a policy")):
+            path = await console.nth(number)
+            _, page = await console.ask("GET", path)
+            status, body = await console.ask("POST", f"{path}/inspection", {})
+            assert (page["content"], status) == (None, 404)
+            assert said in page["no_content"]
+            assert said in body["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -467,6 +545,28 @@ async def test_text_that_a_policy_has_kept_is_shown_as_it_was_kept_and_can_be_lo
         assert (await console.ask("POST", await console.nth(2) + "/inspection", {}))[1]["changes"] == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_several_answers_it_is_said_which_one_is_shown_and_looked_into(
+    start_console: StartConsole, stream: bool
+) -> None:
+    choices = [{"index": at, "message": {"role": "assistant", "content": f" answer {at}"}} for at in (1, 0)]
+    deltas = [{"index": one["index"], "delta": one["message"]} for one in choices]
+    frames = [b"data: " + json.dumps({"choices": [one]}).encode() + b"\n\n" for one in deltas]
+    engine = FakeEngine(
+        body=json.dumps({"choices": choices}).encode(), frames=[*frames, b"data: [DONE]\n\n"], event_in_field=True
+    )
+    policy = POLICY + "capture: {prompt: true, answer: true}\n"
+    async with running(engine), start_console(engine, policy) as console:
+        status, *_ = await console.chat(stream=stream, n=2)
+        path = await console.nth(1)
+        _, page = await console.ask("GET", path)
+        _, seen = await console.ask("POST", f"{path}/inspection", {})
+        assert status == 200
+        assert page["content"]["answer"] == " answer 0"
+        assert "".join(seen["tokens"][seen["answer_from"] :]) == " answer 0"
+        assert "one of 2 answers: that of choice 0" in page["content"]["notes"]
+
+
 async def test_of_an_answer_alone_there_is_nothing_to_look_into(start_console: StartConsole) -> None:
     async with running(FakeEngine()) as engine, start_console(engine, POLICY + "capture: {answer: true}\n") as console:
         await console.chat()
@@ -482,7 +582,29 @@ async def test_the_calibration_page_has_every_detector_once_with_what_it_scores_
     (probe,) = shown["detectors"]
     assert {one["policy"] for one in probe["used"]} == {"test", "second"}
     assert probe["config"]["model_info"]["name"] == "tiny"
-    assert sum(shown["recent"]["probe"]) == 1
+    assert (sum(shown["recent"]["probe"]["bins"]), shown["recent"]["probe"]["requests"]) == (1, 1)
+
+
+async def test_the_calibration_page_counts_a_request_once_however_many_detectors_of_a_kind_score_it(
+    start_console: StartConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch)
+    policy = """\
+version: 1
+name: test
+detectors:
+  users: {kind: words, scope: [user]}
+  all: {kind: words}
+rules:
+  - {name: one, when: {detector: users, at_least: 0.5}, action: flag}
+  - {name: other, when: {detector: all, at_least: 0.5}, action: flag}
+"""
+    async with running(FakeEngine()) as engine, start_console(engine, policy) as console:
+        for _ in range(3):
+            await console.chat()
+        await console.entries(3)
+        _, shown = await console.ask("GET", "/calibration")
+    assert (sum(shown["recent"]["words"]["bins"]), shown["recent"]["words"]["requests"]) == (6, 3)
 
 
 async def test_what_is_not_kept_any_more_is_a_404(console: Console) -> None:

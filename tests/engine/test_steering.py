@@ -219,6 +219,22 @@ def test_blocks_are_shared_up_to_the_first_steered_token_and_no_further(
     assert again.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
+@pytest.mark.parametrize(("start", "cached"), [(0, 0), (31, 0), (32, 32), (70, 64)])
+def test_blocks_before_the_first_token_that_is_read_come_from_the_cache_and_none_behind_it(
+    engine: Engine, start: int, cached: int
+) -> None:
+    prompt = [204, *PROMPT[1:]]
+    engine.generate({"hidden": {"h": {"layer": 3}}}, prompt, 1)
+    output = engine.generate({"hidden": {"h": {"layer": 3, "positions": {"tokens": [[start, start + 20]]}}}}, prompt, 1)
+    assert output.num_cached_tokens == cached
+    rows = output.readouts[0].items["h"]
+    assert isinstance(rows, RowsReadout)
+    assert (rows.status, rows.positions) == ("complete", tuple(range(start, start + 20)))
+    (truth,) = oracle.read(engine.folder, [prompt])
+    expected = truth.hidden[2][start : start + 20]
+    assert np.linalg.norm(rows.values - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
 def test_a_readout_that_outgrows_the_memory_fails_alone(engine: Engine) -> None:
     router = (
         engine.llm.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.mia.router

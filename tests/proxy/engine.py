@@ -66,6 +66,7 @@ class FakeEngine:
     passes: list[dict[str, Any]] = field(default_factory=list)
     token_rows: int = 1 << 20
     looks: list[dict[str, Any]] = field(default_factory=list)
+    look_delay_s: float | None = 0.0
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -120,14 +121,14 @@ class FakeEngine:
         body = await request.json()
         if request.headers.get("x-request-id", "").endswith("-pass"):
             return await self._second_pass(body)
-        if request.headers.get("x-request-id", "").endswith("-inspect"):
-            return self._look_inside(body)
-        self.bodies.append(body)
-        self.paths.append(request.path)
-        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        looks = request.headers.get("x-request-id", "").endswith("-inspect")
+        if not looks:
+            self.bodies.append(body)
+            self.paths.append(request.path)
+            self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.open += 1
         try:
-            return await self._answer(request, body)
+            return await (self._look_inside(body) if looks else self._answer(request, body))
         except asyncio.CancelledError:
             self.aborted += 1
             raise
@@ -156,14 +157,15 @@ class FakeEngine:
         spelt = [name.replace(" ", "\u0120").replace("\n", "\u010a") for name in names]
         return web.json_response({"count": len(spelt), "tokens": [len(one) for one in spelt], "token_strs": spelt})
 
-    def _look_inside(self, body: dict[str, Any]) -> web.Response:
-        """States that rise from token to token, for every capture of rows."""
+    async def _look_inside(self, body: dict[str, Any]) -> web.Response:
+        """States that rise from token to token, from -4 towards 4, for every capture of rows."""
         self.looks.append(body)
+        await self._sleep(self.look_delay_s)
         items: dict[str, Any] = {}
         for name, capture in json.loads(body["vllm_xargs"]["mia"]).get("hidden", {}).items():
             ((start, end),) = capture["positions"]["tokens"]
             at = tuple(range(start, end))
-            states = np.linspace(-4, 4, len(body["prompt"]), dtype=np.float32)[start:end, None]
+            states = 4 - 8 / (1 + np.arange(start, end, dtype=np.float32)[:, None])
             items[name] = RowsReadout("complete", 3, at, tuple(body["prompt"][start:end]), states)
             if len(at) > self.token_rows:
                 items[name] = RowsReadout("dropped", 3, reason="the buffer was full")

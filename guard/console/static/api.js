@@ -12,7 +12,7 @@ export class ApiError extends Error {
 }
 
 export const get = (path, signal) => ask("GET", path, { signal });
-export const post = (path, body) => ask("POST", path, { body });
+export const post = (path, body, signal) => ask("POST", path, { body, signal });
 
 export async function signIn(key) {
   if (!/^[\x21-\x7e]+$/.test(key)) throw new ApiError(401, "A key has letters, digits and signs, and no spaces.");

@@ -90,10 +90,12 @@ function curve({ thresholds }) {
   return h("figure", {}, operating(points, "attacks caught over benign rows hit"), h("figcaption", { class: "soft" }, "Measured at the named thresholds, on held-out rows"));
 }
 
-function now(counts, levels) {
-  if (!counts) return h("p", { class: "soft" }, "No recent request was scored.");
-  const all = counts.reduce((sum, one) => sum + one, 0);
-  return h("figure", {}, histogram(counts, levels, `scores of the last ${all} requests`), h("figcaption", { class: "soft" }, h("span", {}, "0"), h("span", {}, `scores of the last ${all} requests, logarithmic`), h("span", {}, "1")));
+function now(scored, levels) {
+  if (!scored) return h("p", { class: "soft" }, "No recent request was scored.");
+  const { bins, requests } = scored;
+  const scores = bins.reduce((sum, one) => sum + one, 0);
+  const label = scores === requests ? `scores of the last ${requests} requests` : `${scores} scores of the last ${requests} requests`;
+  return h("figure", {}, histogram(bins, levels, label), h("figcaption", { class: "soft" }, h("span", {}, "0"), h("span", {}, `${label}, logarithmic`), h("span", {}, "1")));
 }
 
 function how({ method, command, seed, versions, data, choices }) {

@@ -9,13 +9,13 @@ import { actionBadge, listedIds, lookAt } from "./requests.js";
 import { ruleList } from "./rules.js";
 
 export function requestView(root, { go, fail }, id) {
-  let gone = false;
+  const left = new AbortController(); // who leaves the page ends the engine's work for it
   let look = () => {};
   lookAt(id);
   show(root, h("p", { class: "state" }, "…"));
   get(`/requests/${id}`)
-    .then((found) => !gone && (look = draw(root, found)))
-    .catch((error) => !gone && fail(error, root));
+    .then((found) => !left.signal.aborted && (look = draw(root, found, left.signal)))
+    .catch((error) => !left.signal.aborted && fail(error, root));
 
   const beside = (by) => {
     const ids = listedIds();
@@ -26,7 +26,7 @@ export function requestView(root, { go, fail }, id) {
     title: `Request ${id.slice(0, 8)}`,
     keys: { Escape: () => go("/requests"), j: () => beside(1), k: () => beside(-1), i: () => look() },
     leave() {
-      gone = true;
+      left.abort();
     },
   };
 }
@@ -52,7 +52,7 @@ export function detectorList(detectors) {
   );
 }
 
-function draw(root, request) {
+function draw(root, request, left) {
   const { entry } = request;
   const told = entry.rule ? [h("strong", {}, entry.rule), ": ", entry.reason] : [entry.reason ?? entry.outcome.replaceAll("_", " ")];
   const sight = h("section", { class: "wide", "aria-label": "Text" });
@@ -82,7 +82,7 @@ function draw(root, request) {
     request.shadow && h("section", { class: "wide" }, h("h2", {}, "Shadow: ", request.shadow.policy, " would ", request.shadow.action), ruleList(request.shadow.rules)),
     h("details", { class: "wide" }, h("summary", {}, "The ledger's line"), h("pre", {}, JSON.stringify(entry, null, 2))),
   );
-  return drawText(sight, request);
+  return drawText(sight, request, left);
 }
 
 function facts(entry) {
@@ -134,10 +134,10 @@ const CHANGED = {
   route: ", by the model that was asked first",
 };
 
-/** Returns what the key for a closer look does. */
-function drawText(section, request) {
+/** Returns what the key for a closer look does. left: a signal, when the page is. */
+function drawText(section, request, left) {
   if (request.content === null) {
-    show(section, h("h2", {}, "Text"), h("p", { class: "soft" }, "Not kept: the policy that judged this request does not have its text captured."));
+    show(section, h("h2", {}, "Text"), h("p", { class: "soft" }, request.no_content));
     return () => {};
   }
   const { messages, answer, changes } = request.content;
@@ -155,7 +155,7 @@ function drawText(section, request) {
     show(status, "the model reads it once more …");
     const began = performance.now();
     try {
-      const found = await post(`/requests/${request.entry.request_id}/inspection`, {});
+      const found = await post(`/requests/${request.entry.request_id}/inspection`, {}, left);
       const thresholds = Object.fromEntries(request.detectors.map((one) => [one.name, one.thresholds]));
       show(place, heatMap(found, thresholds));
       place.querySelector(".tokens").focus({ preventScroll: true }); // arrow keys move along them
