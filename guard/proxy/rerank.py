@@ -121,12 +121,13 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
         check_media_type(exchange.headers)
         raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
         began_s = time.perf_counter()
-        request = await parsed(rerank_form, raw)
+        threads = services.threads.of(exchange.caller.key_hash)
+        request = await parsed(rerank_form, raw, threads)
         record.model = request.model
         if reason := services.unread(request.model):
             raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
         judges = judges_for(services.policies, exchange, request.model)
-        asked, texts = judges.ask(request.roles, request.unplaced), await read_texts(judges, request)
+        asked, texts = judges.ask(request.roles, request.unplaced), await read_texts(judges, request, threads)
         decision = judge(judges, asked, NOT_READ, record, texts)
         # No gate can open.
         record.armed = ()

@@ -20,6 +20,7 @@ from guard.proxy.access import Access
 from guard.proxy.admission import Admission
 from guard.proxy.answer import Answer
 from guard.proxy.body import GuardedRequest
+from guard.proxy.client_threads import ClientThreads
 from guard.proxy.errors import ModelNotFoundError
 from guard.proxy.exchange import Exchange
 from guard.proxy.key_store import KeyStore
@@ -92,6 +93,7 @@ class Services:
         self.recent = Recent(*((KEPT_FOR_CONSOLE, KEPT_UNJUDGED) if settings.admin_port is not None else (0, 0)))
         self.upstream = Upstream(settings)
         self.reranker = reranker_of(settings)
+        self.threads = ClientThreads()
         self.under_way = 0
         self.draining = False
         """Told to stop: no longer ready, and still answering."""
@@ -110,6 +112,7 @@ class Services:
                         self.refusals.close_window()
         finally:
             self.recent.close()
+            self.threads.close()
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
