@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from detectors.base import Score
 from guard.policy import BoundPolicy, Decision, Judges
+from guard.policy.judged_paths import EMBEDDINGS
 from guard.policy.judges import Scores
 from guard.policy.over_time import Seen
 from guard.policy.schema import Action, detectors_in
@@ -28,7 +29,7 @@ from guard.proxy.judging import joined, severity_of
 from guard.proxy.readouts import Finding
 from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
-from guard.proxy.services import EMBEDDINGS, Services
+from guard.proxy.services import Services
 from guard.proxy.verdict import Judged, blocked, judged, note, read_each
 from guard.proxy.wire import AS_TOKENS, Fields, Slot, Texts, around
 from guard.proxy.wire_choices import PROMPT_ROLE, chat_form

@@ -16,6 +16,7 @@ from typing import Any
 
 from guard.blank_text import mistake_in
 from guard.mia.results import Readouts
+from guard.policy.judged_paths import RERANK
 from guard.policy.measuring import Unplaced
 from guard.policy.schema import Action
 from guard.proxy.access import check_media_type
@@ -34,7 +35,7 @@ from guard.proxy.readouts import Finding
 from guard.proxy.recording import Handler
 from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
-from guard.proxy.services import RERANK, Services
+from guard.proxy.services import Services
 from guard.proxy.usage import expect_nothing
 from guard.proxy.verdict import blocked, judge, read_texts, spec_refusal_of
 from guard.proxy.wire import Fields, Slot, Texts
