@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Self
 
 from detectors.base import AnyDetector
 
@@ -19,6 +20,10 @@ Builder = Callable[[Path], AnyDetector]
 
 class UnknownDetectorError(LookupError):
     """No detector of that kind; the message lists those there are."""
+
+    @classmethod
+    def of(cls, kind: str) -> Self:
+        return cls(f"no detector of kind {kind!r}; there are: {', '.join(detector_kinds())}")
 
 
 def _attention_tracker(path: Path) -> AnyDetector:
@@ -87,6 +92,6 @@ def build_detector(kind: str, model_config_path: Path) -> AnyDetector:
     if builder is None:
         points = tuple(entry_points(group=GROUP, name=kind))
         if not points:
-            raise UnknownDetectorError(f"no detector of kind {kind!r}; there are: {', '.join(detector_kinds())}")
+            raise UnknownDetectorError.of(kind)
         builder = points[0].load()
     return builder(model_config_path)

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from math import log, sqrt
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -19,6 +20,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from detectors.base import Score
+from detectors.deadline import check_deadline
 from detectors.linear import WeightsFile, check_shapes, load_tensors, sigmoid
 from detectors.model_config import ModelConfig, ModelConfigError, Section, load_model_config
 from guard.mia.results import FloatArray
@@ -27,6 +29,9 @@ IDF, WEIGHT, BIAS = "idf", "weight", "bias"
 
 WORD = re.compile(r"(?u)\b\w\w+\b")
 """What scikit-learn takes for a word unless told otherwise."""
+
+NGRAMS_AT_ONCE = 16384
+"""Counted before it is asked whether the score is still wanted."""
 
 Length = Annotated[int, Field(ge=1, le=8)]
 
@@ -78,7 +83,11 @@ class TextBaseline:
         return cls(config, vocabulary, tensors[IDF], tensors[WEIGHT], float(tensors[BIAS][0]))
 
     def score_text(self, text: str) -> Score:
-        counts = Counter(term for term in self._ngrams(text.lower()) if term in self.terms)
+        counts: Counter[str] = Counter()
+        ngrams = self._ngrams(text.lower())
+        while some := list(islice(ngrams, NGRAMS_AT_ONCE)):
+            check_deadline()
+            counts.update(term for term in some if term in self.terms)
         total, squares = 0.0, 0.0
         for term, count in counts.items():
             idf, weight = self.terms[term]

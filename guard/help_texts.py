@@ -84,7 +84,7 @@ LINT_END = closing(
 TEST_END = closing("0 when all pass, 1 when one fails, 2 when there is none to run", "guard policy test policies")
 EXPLAIN_END = closing(
     "0, or 2 when there is nothing to explain",
-    "guard policy explain strict.yaml --request d96015ec0a4b",
+    "guard policy explain strict.yaml --request d96015ec0a4b4a84b95f3eae0c2de6e3",
     "guard policy explain strict.yaml --score injection=0.7 --score focus=unavailable",
 )
 DIFF_END = closing(
@@ -114,7 +114,9 @@ QUERY_END = closing(
     "guard ledger query --action block --since 2026-11-30",
     "guard ledger query --score injection=0.5 --action allow --json",
 )
-SHOW_END = closing("0, or 2 when there is no such request", "guard ledger show d96015ec0a4b --content")
+SHOW_END = closing(
+    "0, or 2 when there is no such request", "guard ledger show d96015ec0a4b4a84b95f3eae0c2de6e3 --content"
+)
 VERIFY_END = closing(
     "0 when the chain holds, 1 when not, 2 when it cannot be checked",
     "guard ledger verify --ledger ledger.jsonl --key-file ledger.key --content",

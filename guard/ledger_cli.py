@@ -118,7 +118,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print it in one line.")] = False,
 ) -> None:
     """Print all that is known of a request, as JSON; by an id of the client's, of every request that has it."""
-    from guard.telemetry.ledger_reader import LedgerReadError, captured_of, find_all
+    from guard.telemetry.ledger_reader import LedgerReadError, captured_of, cut, find_all
 
     path = ledger or _own_ledger()
     try:
@@ -128,7 +128,7 @@ def show(
     except LedgerReadError as error:
         _fail(str(error))
     if not told:
-        _fail(f"{path}: has no request {request!r}")
+        _fail(f"{path}: has no request {request!r}{cut(request)}")
     for entry, text in zip(told, texts, strict=True):
         whole = _whole(entry, text, content=content, of_client=found.own is None)
         typer.echo(json.dumps(whole, default=str, **({"separators": (",", ":")} if as_json else {"indent": 2})))

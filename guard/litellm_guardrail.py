@@ -33,6 +33,7 @@ from guard.policy import Decision, Judges, PolicyError, Question, bind, build_de
 from guard.policy.judges import judges
 from guard.proxy.body import OURS, GuardedRequest, check_size
 from guard.proxy.chat import redacted_and_routed
+from guard.proxy.client_threads import ClientThreads, TextThreads
 from guard.proxy.embeddings import embeddings_form
 from guard.proxy.errors import ApiError
 from guard.proxy.judging import AnswerJudge
@@ -102,6 +103,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
                 raise loaded.error(("rules", i, "action"), f"inside LiteLLM a rule can {', '.join(ACTIONS)}")
         folder = Path(model_configs) if model_configs else data_folder("model_configs")
         self._judges: Judges = judges(bind(loaded, build_detectors(loaded, config_key, folder)), None)
+        self._threads = ClientThreads()
         self._engine = engine.rstrip("/").removesuffix("/v1") if engine else ""
         self._engine_model = engine_model
         key = os.environ.get(engine_api_key_env) if engine_api_key_env else None
@@ -124,7 +126,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
             form.check(request.fields)
         except ApiError as error:
             raise HTTPException(error.status, {"error": str(error)}) from None
-        decision = await self._decide(request)
+        decision = await self._decide(request, self._threads_of(user_api_key_dict))
         data.setdefault("metadata", {})[NOTE] = _note(decision)
         if decision.action == "block":
             raise _blocked(decision)
@@ -138,7 +140,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
             return response
         fields = response if isinstance(response, dict) else response.model_dump()
         frame = Frame(b"", fields, None, form.pieces(fields))
-        await self._judge_answer([frame])
+        await self._judge_answer([frame], self._threads_of(user_api_key_dict))
         if not frame.changed:
             return response
         return fields if isinstance(response, dict) else type(response)(**fields)
@@ -159,7 +161,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
             fields = chunk.model_dump()
             choices = [choice for choice, _ in form.parts(fields)]
             frames.append(Frame(b"", fields, choices[0] if choices else None, form.pieces(fields)))
-        await self._judge_answer(frames)
+        await self._judge_answer(frames, self._threads_of(user_api_key_dict))
         for chunk, frame in zip(chunks, frames, strict=True):
             yield type(chunk)(**(frame.data or {})) if frame.changed else chunk
 
@@ -171,14 +173,17 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         headers = {"x-guard-policy": self._judges.live.label, "x-guard-action": note["action"]}
         return headers | ({"x-guard-rules": ",".join(note["rules"])} if note["rules"] else {})
 
-    async def _decide(self, request: GuardedRequest[Texts]) -> Decision:
+    def _threads_of(self, user_api_key_dict: Any) -> TextThreads:
+        return self._threads.of(getattr(user_api_key_dict, "api_key", None))
+
+    async def _decide(self, request: GuardedRequest[Texts], threads: TextThreads) -> Decision:
         live, roles, route = self._judges.live, request.roles, request.form.route
         reads = self._engine and route == chat_form.route
         asked = self._judges.ask(roles, request.unplaced)
         if not reads:
             asked = self._judges.ask_unread(roles, NO_ENGINE, request.unplaced)
         reading = self._read(request, asked) if asked.reads else _nothing()
-        texts, finding = await asyncio.gather(read_texts(self._judges, request), reading)
+        texts, finding = await asyncio.gather(read_texts(self._judges, request, threads), reading)
         return judge(self._judges, asked, finding, RequestRecord(route, live.name, live.hash), texts)
 
     async def _read(self, request: GuardedRequest[Texts], asked: Question) -> Finding:
@@ -202,9 +207,9 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
             return Finding(None, f"the engine sent no readouts (status {answer.status})")
         return from_event(event, time.perf_counter())
 
-    async def _judge_answer(self, frames: list[Frame]) -> None:
+    async def _judge_answer(self, frames: list[Frame], threads: TextThreads) -> None:
         """Takes out of an answer's parts what rules redact. Raises for a block."""
-        answer = AnswerJudge(self._judges, self._judges.ask_unread((), NO_ENGINE), None, NO_ENGINE)
+        answer = AnswerJudge(self._judges, self._judges.ask_unread((), NO_ENGINE), None, NO_ENGINE, threads)
         for frame in frames:
             answer.add(frame)
         decision = (await answer.check(complete=True)).decision

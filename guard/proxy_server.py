@@ -108,6 +108,8 @@ async def serving(
         log_level="warning",
         access_log=False,
         proxy_headers=False,
+        # Which software answers, and with which faults, is nobody's business.
+        server_header=False,
         timeout_graceful_shutdown=limit_s,
         backlog=BACKLOG,
     )

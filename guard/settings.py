@@ -44,6 +44,7 @@ MIN_LEDGER_KEY = 16
 SHORT_LEDGER_KEY = f"is shorter than {MIN_LEDGER_KEY} characters, which can be guessed: openssl rand -hex 32"
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 """How the value begins that Kubernetes gives ``NAME_PORT`` in the pods of a namespace with a Service ``name``."""
+PLAIN_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)+")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -227,6 +228,12 @@ class Settings(BaseSettings):
         for one in value:
             if not one.startswith("/"):
                 raise ValueError(f"a path begins with a slash: /{one}")
+            if not PLAIN_PATH.fullmatch(one):
+                # What a server may take for another path, or for several, may be one that is guarded.
+                raise ValueError(
+                    f"{one}: a path is written out in full, of letters, digits and . _ ~ - between single slashes, "
+                    "without . or .. alone, and without a slash at its end"
+                )
         return value
 
     @field_validator("api_key_hashes")

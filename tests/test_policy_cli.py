@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from detectors import registry
+from detectors.base import AnyDetector
+from detectors.model_config import ModelConfigError
+from guard import help_texts
 from guard.cli import app
 from guard.data import data_folder
+from guard.telemetry.record import RequestRecord
 from tests.policy.test_replay import POLICY, bound, line
 
 
 def guard(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["policy", *map(str, arguments)])
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(path: Path) -> AnyDetector:
+        raise ModelConfigError(f"{path}: there is no such file")
+
+    monkeypatch.setitem(registry.BUILT_IN, "fake", none)
 
 
 @pytest.fixture
@@ -119,13 +133,18 @@ def test_lint_finds_rules_that_never_hit_and_versions_that_are_none(tmp_path: Pa
     )
     done = guard("lint", tmp_path / "p.yaml")
     assert done.exit_code == 1
-    assert "p.yaml:1: version: must be 1" in done.output
+    assert "p.yaml:1: version: must not be true" in done.output
     assert "p.yaml:5: rules.0.when: no score of a is at least 0.9 and below 0.2" in done.output
     (tmp_path / "p.yaml").write_text(
         "version: 1\nname: p\ndetectors: {a: {kind: probe}}\nrules:\n"
         "  - {name: r, when: {not: {detector: a, at_least: 95}}, action: block}\n"
     )
     assert "note: rule r: a never scores 95" in guard("lint", tmp_path / "p.yaml").output
+    for kind in ("nosuch", "probes"):
+        (tmp_path / "kind.yaml").write_text(POLICY.replace("kind: fake", f"kind: {kind}", 1))
+        done = guard("lint", tmp_path / "kind.yaml")
+        assert done.exit_code == 1
+        assert f"no detector of kind {kind!r}" in done.output
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "is no file" in guard("lint", tmp_path / "pipe.yaml").output
 
@@ -206,3 +225,32 @@ def test_a_threshold_by_name_needs_a_model_and_is_then_its_number(tmp_path: Path
 
 def test_the_schema_is_printed_for_editors() -> None:
     assert json.loads(guard("schema", "selection").output)["title"] == "mia-guard policy selection"
+
+
+TRUTHS = {
+    "at_least": ("at_least: 0.9", "at_least: true"),
+    "below": ("at_least: 0.9", "below: true"),
+    "timeout_s": ("on_timeout: block", "timeout_s: true"),
+    "severity": ("on_timeout: block", "severity: true"),
+    "attempts": ("on_timeout: block", "attempts: true"),
+    "prompt_timeout_s": ("name: p\n", "name: p\nprompt_timeout_s: true\n"),
+    "window_tokens": ("name: p\n", "name: p\nwindow_tokens: true\n"),
+    "version": ("version: 1", "version: true"),
+}
+
+
+@pytest.mark.parametrize("field", list(TRUTHS))
+def test_true_is_no_number_in_any_field(policy: Path, field: str) -> None:
+    policy.write_text(POLICY.replace(*TRUTHS[field], 1))
+    done = guard("lint", policy)
+    assert done.exit_code == 1
+    assert f"{field}: must not be true" in done.output
+
+
+def test_the_ids_in_the_helps_examples_are_whole_and_a_part_of_one_is_told(policy: Path, ledger: Path) -> None:
+    for text in (help_texts.EXPLAIN_END, help_texts.SHOW_END):
+        (found,) = re.findall(r"[0-9a-f]{8,}", text)
+        assert len(found) == len(RequestRecord("/v1/chat/completions", "p", "h").request_id) == 32
+    done = guard("explain", policy, "--ledger", ledger, "--request", "d96015ec0a4b")
+    assert done.exit_code == 2
+    assert "has no request 'd96015ec0a4b'; ids are given whole: 32 digits" in " ".join(done.output.split())

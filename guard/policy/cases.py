@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from detectors.base import Score
 from guard.policy.compiled import Thresholds, compile_rules
-from guard.policy.conditions import DetectorName, Section, Version
+from guard.policy.conditions import DetectorName, NoTruth, Section, Version
 from guard.policy.conversation import matches
 from guard.policy.engine import CompiledRule, decide
 from guard.policy.loading import LoadedPolicy, load_policy
@@ -53,7 +53,7 @@ class Case(Section):
     name: Annotated[str, Field(min_length=1, max_length=200)]
     """A sentence about behaviour."""
 
-    scores: dict[DetectorName, float | NoScore | str] = {}  # noqa: RUF012 - pydantic copies it
+    scores: dict[DetectorName, Annotated[float | NoScore | str, NoTruth]] = {}  # noqa: RUF012 - pydantic copies it
     """Detector to its score: a number, the name of a threshold (a score just there), or `unavailable`, `timeout`,
     `not_applicable`. A detector that is not named is unavailable."""
 
@@ -81,7 +81,7 @@ class Cases(Section):
     policy: str | None = None
     """The policy, relative to this file. Default: `NAME.yaml` for `NAME.tests.yaml`."""
 
-    thresholds: dict[DetectorName, dict[str, float]] = {}  # noqa: RUF012 - pydantic copies it
+    thresholds: dict[DetectorName, dict[str, Annotated[float, NoTruth]]] = {}  # noqa: RUF012 - pydantic copies it
     """Detector to the numbers that the tests take for its named thresholds, so that they hold for any calibration."""
 
     tests: tuple[Case, ...]

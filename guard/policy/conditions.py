@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 DetectorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,24}$")]
 ScoreStatusName = Literal["scored", "unavailable", "timeout", "not_applicable"]
@@ -16,11 +26,14 @@ ScoreStatusName = Literal["scored", "unavailable", "timeout", "not_applicable"]
 def _no_truth(value: Any) -> Any:
     """``True`` equals 1 in Python."""
     if isinstance(value, bool):
-        raise ValueError("must be 1")
+        raise ValueError(f"must not be {str(value).lower()}")
     return value
 
 
-Version = Annotated[Literal[1], BeforeValidator(_no_truth)]
+NoTruth = BeforeValidator(_no_truth)
+"""Of what is inside a field's mapping; fields themselves are never true where a number is asked for."""
+
+Version = Literal[1]
 """Of a file's format."""
 
 
@@ -28,6 +41,11 @@ class Section(BaseModel):
     """Base of all types of policy files: frozen, without unknown keys, every field's docstring its manual."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return value if cls.model_fields[info.field_name or ""].annotation is bool else _no_truth(value)
 
 
 class ScoreCondition(Section):

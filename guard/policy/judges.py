@@ -117,11 +117,11 @@ class Judges:
         return self.live.hold_s if waits else 0.0
 
     def read_prompt(self, parts: Sequence[Part], roles: Sequence[str]) -> dict[str, Score]:
-        """Scores by key of the detectors that read a prompt's text."""
+        """Scores by key of the detectors that read a prompt's text. Raises ``TooLateError``."""
         return {one.key: one.score_prompt(parts, roles) for one in self._readers(PROMPT)}
 
     def read_answer(self, text: str, stages: Collection[Stage]) -> dict[str, Score]:
-        """Scores by key of the detectors that read an answer's text."""
+        """Scores by key of the detectors that read an answer's text. Raises ``TooLateError``."""
         return {one.key: one.score_text(text) for one in self._readers(stages)}
 
     def unread(self, stages: Collection[Stage], score: Score) -> dict[str, Score]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from detectors.registry import BUILT_IN
+from detectors.registry import BUILT_IN, UnknownDetectorError, detector_kinds
 from guard.policy.bound import BoundPolicy, bind, build_detectors
 from guard.policy.calibrated import calibration_remarks
 from guard.policy.cases import Cases
@@ -116,9 +116,17 @@ def _lines(path: Path, bound: Bound | None, model: Path | None, elsewhere: Colle
     else:
         loaded = load_policy(path)
         check_routes(loaded, elsewhere)
+        _check_kinds(loaded)
         calibrated = calibration_remarks(bound(loaded), model) if bound is not None else []
         yield f"{path}: ok ({loaded.label}, {len(loaded.policy.rules)} rules)"
         yield from (f"{path}: note: {remark}" for remark in (*remarks(loaded.policy), *calibrated))
+
+
+def _check_kinds(loaded: LoadedPolicy) -> None:
+    """Raises ``PolicyError`` for a kind of detector that is not installed here."""
+    for name, use in loaded.policy.detectors.items():
+        if use.kind not in detector_kinds():
+            raise loaded.error(("detectors", name, "kind"), str(UnknownDetectorError.of(use.kind)))
 
 
 def _whole(folder: Path, bound: Bound | None, model: Path | None, keys: Mapping[str, str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ HTTP.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -26,6 +26,7 @@ from detectors.base import (
     SpanDetector,
     TextDetector,
 )
+from detectors.deadline import TooLateError, check_deadline
 from guard.mia.results import AttentionReadout, AttentionRowsReadout, Readout, Readouts
 from guard.mia.spec import (
     AttentionCapture,
@@ -49,7 +50,7 @@ from guard.policy.conversation import (
     resolved,
     roles_named,
 )
-from guard.policy.readings import other_readings
+from guard.policy.readings import Reading, other_readings
 from guard.policy.schema import DetectorUse
 
 log = logging.getLogger("guard.policy")
@@ -64,6 +65,9 @@ BEHIND_OTHERS = (
 )
 """Detectors are calibrated where others have. What a client has assistant or system say after that makes them see
 less."""
+
+SPANS_AT_ONCE = 4096
+"""Spans that are looked up before it is asked whether that is still wanted."""
 
 NO_TEXT = "there is no text to read"
 NOT_YET = "the engine has sent nothing of the answer yet"
@@ -235,7 +239,7 @@ class Measurement:
         return self._checked(lambda: detector.score_pass(readouts.items))
 
     def score_text(self, text: str) -> Score:
-        """Of a detector that reads text: the worst of the ways in which it can be read."""
+        """Of a detector that reads text: the worst of the ways in which it can be read. Raises ``TooLateError``."""
         return self._worst([text])
 
     def score_prompt(self, parts: Sequence[Part], roles: Sequence[str]) -> Score:
@@ -255,7 +259,7 @@ class Measurement:
             scores.append(self._checked(partial(detector.score_text, text)))
             for reading in other_readings(text):
                 score = self._checked(partial(detector.score_text, reading.text))
-                spans = {reading.in_original(span) for span in score.spans}
+                spans = set(in_original(reading, score.spans))
                 scores.append(replace(score, spans=tuple(sorted(span for span in spans if span[0] < span[1]))))
         took_s = sum(one.took_s or 0.0 for one in scores)
         if missing := next((one for one in scores if one.status != "scored"), None):
@@ -266,8 +270,11 @@ class Measurement:
 
     def _checked(self, scored: Callable[[], Score]) -> Score:
         began_s = perf_counter()
+        check_deadline()
         try:
             score = scored()
+        except TooLateError:
+            raise
         except Exception as error:
             score = self._failed(error)
         return replace(self._usable(score), took_s=perf_counter() - began_s)
@@ -283,6 +290,14 @@ class Measurement:
         """A detector may be anybody's, and no score is never clean."""
         log.warning("detector %s failed: %s", self.key, type(error).__name__)
         return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
+
+
+def in_original(reading: Reading, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Where in the text as it came the spans of a reading are. Raises ``TooLateError``."""
+    for i, span in enumerate(spans):
+        if not i % SPANS_AT_ONCE:
+            check_deadline()
+        yield reading.in_original(span)
 
 
 def at_least(score: Score, reason: str) -> Score:

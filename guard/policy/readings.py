@@ -1,46 +1,53 @@
 """A text as a person, or a model, may read it, for detectors that compare characters: without what hides a word in it.
 
-Owns the ways in which one text is spelt as another: JSON's escapes, characters that show nothing, reversed runs, other
-forms of a letter (compatibility forms, accents), and letters of other scripts that look the same. Every reading knows
-where its characters stand in the text as it came. Never decides anything.
+Owns the ways in which one text is spelt as another: JSON's escapes, characters that show nothing, reversed runs, and
+what each character looks like (``plain_forms``). Every reading knows where its characters stand in the text as it came.
+Takes time in proportion to the text, whatever is in it: all characters at once, and none by itself. Never decides
+anything.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import unicodedata
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from string import hexdigits
+
+import numpy as np
+import numpy.typing as npt
+
+from detectors.deadline import check_deadline
+from guard.policy.plain_forms import Codes, Places, PlainForms, codes_of, text_of
 
 PLAIN = re.compile(r"[\t\n\r\x20-\x5b\x5d-\x7e]*")
 """Texts that read in one way only: printable ASCII without a backslash."""
 
-ESCAPE = re.compile(r"\\(u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[\"\\/bfnrt])")
 MAX_ESCAPING = 3
 """How many times over a text may be escaped: arguments of a tool are JSON that may hold JSON again."""
 
-REVERSED = re.compile("\u202e([^\u202c\u202d\n]*)[\u202c\u202d]?")
-"""From RIGHT-TO-LEFT OVERRIDE to what ends it, or to the line's end."""
+BACKSLASH, LETTER_U = ord("\\"), ord("u")
+ESCAPES = {ord(one): ord(meant) for one, meant in zip('"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)}
+"""Of JSON's short escapes: the character behind the backslash, and what is meant."""
 
-TAGS = re.compile("[\U000e0020-\U000e007e]+")
-"""Characters that show nothing and spell ASCII (Unicode, block Tags)."""
+HEXADECIMAL = np.array([int(chr(i), 16) if chr(i) in hexdigits else 16 for i in range(128)], np.uint32)
+"""By character, what a digit says; 16: it is none."""
 
-FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-"""Blank though they are letters or symbols; Unicode's categories do not tell."""
+SHORT, LONG = 2, 6
+"""Characters of an escape: ``\\n``, and ``\\u000a``."""
 
-HIDDEN = frozenset(("Cc", "Cf", "Cn", "Co", "Me", "Mn"))
-"""Categories of characters that show nothing by themselves; accents are among them."""
+RIGHT_TO_LEFT = 0x202E
+"""RIGHT-TO-LEFT OVERRIDE: what follows is shown reversed, to one of ``ENDING`` or to the line's end."""
 
-MAX_KNOWN_CHARACTERS = 1 << 15
-"""Whose plain form is remembered; there are more than a million, and a client may send them all."""
+ENDING = (0x202C, 0x202D)
+LINE_END = ord("\n")
 
-WORDS_APART = "\t\n\r"
-SMALL_CAPITAL = "LATIN LETTER SMALL CAPITAL "
-CHANGED_LETTER = re.compile(r"LATIN (SMALL|CAPITAL) LETTER (?:LONG |DOTLESS |SCRIPT )?([A-Z])(?: WITH .+| BAR)?")
-"""Names of letters with a hook, a stroke or a tail, which no decomposition takes off."""
+TAGS = (0xE0020, 0xE007E)
+TAGS_ABOVE_ASCII = 0xE0000
+"""Characters that show nothing and spell ASCII (Unicode, block Tags): the first and the last."""
+
+Indices = npt.NDArray[np.intp]
+
+_FORMS = PlainForms()
 
 
 @dataclass(frozen=True)
@@ -48,143 +55,142 @@ class Reading:
     """``starts`` and ``ends``: of each character, where in the text as it came it begins and ends."""
 
     text: str
-    starts: array[int]
-    ends: array[int]
+    starts: Places
+    ends: Places
 
     def in_original(self, span: tuple[int, int]) -> tuple[int, int]:
         """Characters [start, end) of the text as it came that a span of this reading was read from."""
         start, end = max(0, span[0]), min(len(self.text), span[1])
         if start >= end:
             return 0, 0
-        return min(self.starts[start:end]), max(self.ends[start:end])
+        return int(self.starts[start:end].min()), int(self.ends[start:end].max())
+
+
+@dataclass(frozen=True)
+class _Spelt:
+    """A reading in numbers."""
+
+    codes: Codes
+    starts: Places
+    ends: Places
+
+    def at(self, order: Indices | Places | npt.NDArray[np.bool_]) -> _Spelt:
+        return _Spelt(self.codes[order], self.starts[order], self.ends[order])
 
 
 def other_readings(text: str) -> Iterator[Reading]:
-    """The ways to read a text that differ from the text as it is; none for plain ASCII."""
+    """The ways to read a text that differ from the text as it is; none for plain ASCII. Raises ``TooLateError``."""
     if PLAIN.fullmatch(text):
         return
-    as_it_is = Reading(text, array("q", range(len(text))), array("q", range(1, len(text) + 1)))
-    unescaped = as_it_is
-    for _ in range(MAX_ESCAPING):
-        if "\\" not in unescaped.text:
-            break
-        unescaped = _replaced(unescaped, ESCAPE, lambda found: str(json.loads(f'"{found[0]}"')))
-    seen = {text}
-    for shown in (unescaped, _reversed(unescaped), _replaced(unescaped, TAGS, _spelt)):
+    codes = codes_of(text)
+    places = np.arange(len(codes) + 1, dtype=np.int32)
+    as_it_is = _Spelt(codes, places[:-1], places[1:])
+    seen, unescaped = {text}, _unescaped(as_it_is)
+    for way in WAYS:
+        shown = way(unescaped)
+        if shown is unescaped and way is not WAYS[0]:
+            continue
         reading = _plain(shown)
         if reading.text not in seen:
             seen.add(reading.text)
             yield reading
 
 
-def _spelt(found: re.Match[str]) -> str:
-    return "".join(chr(ord(one) - 0xE0000) for one in found[0])
+def _plain(shown: _Spelt) -> Reading:
+    check_deadline()
+    codes, of = _FORMS.of(shown.codes)
+    check_deadline()
+    return Reading(text_of(codes), shown.starts[of], shown.ends[of])
 
 
-def _replaced(reading: Reading, pattern: re.Pattern[str], written: Callable[[re.Match[str]], str]) -> Reading:
-    """Every match replaced by what it stands for. Of as many characters each stands where its counterpart does."""
-    parts: list[str] = []
-    starts, ends = array("q"), array("q")
-    at = 0
-    for found in pattern.finditer(reading.text):
-        begin, end = found.span()
-        new = written(found)
-        parts += (reading.text[at:begin], new)
-        starts.extend(reading.starts[at:begin])
-        ends.extend(reading.ends[at:begin])
-        each = len(new) == end - begin
-        starts.extend(reading.starts[begin:end] if each else reading.starts[begin : begin + 1] * len(new))
-        ends.extend(reading.ends[begin:end] if each else reading.ends[end - 1 : end] * len(new))
-        at = end
-    if not parts:
-        return reading
-    starts.extend(reading.starts[at:])
-    ends.extend(reading.ends[at:])
-    return Reading("".join(parts) + reading.text[at:], starts, ends)
+def _untagged(spelt: _Spelt) -> _Spelt:
+    codes = spelt.codes
+    tags = (codes >= TAGS[0]) & (codes <= TAGS[1])
+    return _Spelt(np.where(tags, codes - TAGS_ABOVE_ASCII, codes), spelt.starts, spelt.ends) if tags.any() else spelt
 
 
-def _reversed(reading: Reading) -> Reading:
-    """As it is shown: runs that are displayed from right to left by force are turned round."""
-    order: list[int] = []
-    at = 0
-    for found in REVERSED.finditer(reading.text):
-        order += range(at, found.start())
-        order += reversed(range(*found.span(1)))
-        at = found.end()
-    if not order:
-        return reading
-    order += range(at, len(reading.text))
-    return Reading(
-        "".join(reading.text[i] for i in order),
-        array("q", (reading.starts[i] for i in order)),
-        array("q", (reading.ends[i] for i in order)),
-    )
+def _unescaped(spelt: _Spelt) -> _Spelt:
+    for _ in range(MAX_ESCAPING):
+        check_deadline()
+        fewer = _once_unescaped(spelt)
+        if fewer is spelt:
+            break
+        spelt = fewer
+    return spelt
 
 
-NOT_PLAIN = re.compile(r"[^\t\n\r\x20-\x7e]+")
+def _once_unescaped(spelt: _Spelt) -> _Spelt:
+    """Every escape replaced by the one character that it stands for. The same object: there is none."""
+    codes, count = spelt.codes, len(spelt.codes)
+    backslashes = np.flatnonzero(codes == BACKSLASH)
+    if not len(backslashes):
+        return spelt
+    # Of a run of backslashes every second is escaped by the one before it.
+    nth = np.arange(len(backslashes))
+    begins = np.diff(backslashes, prepend=-2) != 1
+    first = np.maximum.accumulate(np.where(begins, nth, 0))
+    begin = backslashes[(nth - first) % 2 == 0]
+    behind = np.append(codes, np.zeros(2 * LONG, codes.dtype))
+    meant, length = behind[begin], np.zeros(len(begin), np.intp)
+    for character, stands_for in ESCAPES.items():
+        short = behind[begin + 1] == character
+        meant[short], length[short] = stands_for, SHORT
+    value, is_long = _hexadecimal(behind, begin)
+    meant[is_long], length[is_long] = value[is_long], LONG
+    # Two halves of one character, in escapes that follow one another.
+    high = is_long[:-1] & is_long[1:] & (begin[1:] - begin[:-1] == LONG) & (value[:-1] >> 10 == 0xD800 >> 10)
+    pairs = np.flatnonzero(high & (value[1:] >> 10 == 0xDC00 >> 10))
+    meant[pairs] = 0x10000 + ((value[pairs] - 0xD800) << 10) + (value[pairs + 1] - 0xDC00)
+    length[pairs], length[pairs + 1] = 2 * LONG, 0
+    found = length > 0
+    begin, meant, length = begin[found], meant[found], length[found]
+    if not len(begin):
+        return spelt
+    inside = np.zeros(count + 1, np.int8)
+    inside[begin + 1] += 1
+    inside[begin + length] -= 1
+    kept = np.cumsum(inside[:count], dtype=np.int8) == 0
+    written, ends = codes.copy(), spelt.ends.copy()
+    written[begin], ends[begin] = meant, spelt.ends[begin + length - 1]
+    return _Spelt(written, spelt.starts, ends).at(kept)
 
 
-def _plain(reading: Reading) -> Reading:
-    parts: list[str] = []
-    starts, ends = array("q"), array("q")
-    at = 0
-    for found in NOT_PLAIN.finditer(reading.text):
-        begin, end = found.span()
-        forms = [plain_form(one) for one in found[0]]
-        parts += (reading.text[at:begin], *forms)
-        starts.extend(reading.starts[at:begin])
-        ends.extend(reading.ends[at:begin])
-        for i, form in enumerate(forms, begin):
-            starts.extend(reading.starts[i : i + 1] * len(form))
-            ends.extend(reading.ends[i : i + 1] * len(form))
-        at = end
-    starts.extend(reading.starts[at:])
-    ends.extend(reading.ends[at:])
-    return Reading("".join(parts) + reading.text[at:], starts, ends)
+def _hexadecimal(behind: Codes, begin: Indices) -> tuple[Codes, npt.NDArray[np.bool_]]:
+    """Of each backslash, what ``uXXXX`` behind it says, and whether it is that."""
+    value, is_long = np.zeros(len(begin), np.uint32), behind[begin + 1] == LETTER_U
+    for place in range(2, LONG):
+        digit = HEXADECIMAL[np.minimum(behind[begin + place], len(HEXADECIMAL) - 1)]
+        is_long &= digit < 16
+        value = (value << 4) + digit
+    return value, is_long
 
 
-@lru_cache(MAX_KNOWN_CHARACTERS)
-def plain_form(character: str) -> str:
-    """What one character shows, in ASCII where a letter looks like it; empty when it shows nothing.
-
-    Look-alikes of Unicode Technical Standard 39, of the character or of what is left of its compatibility decomposition
-    (Unicode Standard Annex 15) without marks.
-    """
-    if (alike := _look_alike(character)) is not None:
-        return alike
-    shown = []
-    for one in unicodedata.normalize("NFKD", character):
-        if one in WORDS_APART or one.isascii():
-            shown.append(one if one.isprintable() or one in WORDS_APART else "")
-        elif one not in FILLERS and unicodedata.category(one) not in HIDDEN:
-            shown.append(_look_alike(one) or one)
-    return "".join(shown)
-
-
-def _look_alike(character: str) -> str | None:
-    """The ASCII letter or digit that looks the same, or is the same digit or a small capital; None without one."""
-    if character.isascii():
-        return None
-    if (digit := unicodedata.decimal(character, None)) is not None:
-        return str(digit)
-    name = unicodedata.name(character, "")
-    if name.startswith(SMALL_CAPITAL) and len(letter := name.removeprefix(SMALL_CAPITAL)) == 1:
-        return letter.lower()
-    if (changed := CHANGED_LETTER.fullmatch(name)) is not None:
-        return changed[2].lower() if changed[1] == "SMALL" else changed[2]
-    if len(same := unicodedata.normalize("NFKD", character)) == 1 and same.isascii() and same.isalnum():
-        return same
-    return _look_alikes().get(character)
+def _turned_round(spelt: _Spelt) -> _Spelt:
+    """As it is shown: runs that are displayed from right to left by force are turned round. The same object: there are
+    none."""
+    codes, count = spelt.codes, len(spelt.codes)
+    opening = codes == RIGHT_TO_LEFT
+    if not opening.any():
+        return spelt
+    ending = np.isin(codes, ENDING)
+    events = np.flatnonzero(opening | ending | (codes == LINE_END))
+    opens = opening[events]
+    # One that follows another, without an end between them, is inside the run that the first has begun.
+    begins = opens & ~np.append(False, opens[:-1])
+    begin = events[begins]
+    ends = np.append(events[~opens], count)
+    end = ends[np.searchsorted(ends, begin)]
+    order = np.arange(count, dtype=np.int32)
+    lengths = end - begin - 1
+    run = np.repeat(np.arange(len(begin)), lengths)
+    within = np.arange(len(run)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    order[begin[run] + 1 + within] = end[run] - 1 - within
+    shown = np.ones(count, np.bool_)
+    shown[begin] = False
+    ended = end[end < count]
+    shown[ended[ending[ended]]] = False
+    return spelt.at(order[shown])
 
 
-@cache
-def _look_alikes() -> dict[str, str]:
-    """Characters that look like an ASCII letter or digit. Loaded with the first text that needs it."""
-    from confusable_homoglyphs import confusables  # type: ignore[import-untyped]
-
-    found = {}
-    for character, alike in confusables.confusables_data.items():
-        plain = (entry["c"] for entry in alike if len(entry["c"]) == 1 and entry["c"].isascii())
-        if not character.isascii() and (letter := next((one for one in plain if one.isalnum()), None)):
-            found[character] = letter
-    return found
+WAYS: tuple[Callable[[_Spelt], _Spelt], ...] = (lambda spelt: spelt, _turned_round, _untagged)
+"""Of showing a text whose escapes are read. Each gives the same object back where it changes nothing."""

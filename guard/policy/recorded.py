@@ -14,7 +14,7 @@ from detectors.base import Score
 from guard.policy.loading import same_measurement
 from guard.policy.over_time import Spread
 from guard.policy.schema import Contract
-from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries, find_all
+from guard.telemetry.ledger_reader import Entry, LedgerReadError, cut, entries, find_all
 
 MOST_NAMED = 5
 
@@ -116,7 +116,7 @@ def find_request(path: Path, request_id: str) -> Recorded:
             )
     found = None if entry is None else _recorded(entry)
     if found is None:
-        raise LedgerReadError(f"{path}: has no request {request_id!r}")
+        raise LedgerReadError(f"{path}: has no request {request_id!r}{cut(request_id)}")
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from guard.policy.conditions import Section, Version
+from guard.policy.judged_paths import route_of
 from guard.policy.schema import PolicyName
 
 KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -41,11 +42,16 @@ class Match(Section):
     """Models that clients ask for; `*` and `?` stand for any characters."""
 
     routes: Annotated[tuple[str, ...], Field(examples=[["/v1/chat/completions"]])] = ()
-    """Paths of the API."""
+    """Paths of the API, each as the guard serves it; `/rerank` and `/v2/rerank` mean `/v1/rerank` too, and it them."""
 
     headers: Annotated[HeaderValues, Field(examples=[{"x-profile": ["strict"]}])] = {}  # noqa: RUF012
     """Request headers, in lower case, and the exact values that fit. Clients choose what they send, so name here only
     what any of them may choose."""
+
+    @field_validator("routes")
+    @classmethod
+    def _routes_are_judged(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(route_of, value)))
 
     @field_validator("headers")
     @classmethod

@@ -22,6 +22,10 @@ MAX_FILE_BYTES = 1024 * 1024
 Model = TypeVar("Model", bound=BaseModel)
 
 
+MOST_PARTS = 16
+"""Of a field's dotted name, from its beginning and its end together; conditions may be nested without end."""
+
+
 class PolicyError(ValueError):
     """A file that cannot be used; the message reads ``FILE:LINE: FIELD: WHAT``, one line for each mistake."""
 
@@ -105,6 +109,9 @@ def locate(root: yaml.Node, location: Sequence[str | int]) -> Place:
             names.append(str(part))
         elif depth == len(location) - 1:
             names.append(str(part))
+    if len(names) > MOST_PARTS:
+        left = len(names) - MOST_PARTS
+        names = [*names[: MOST_PARTS // 2], f"… {left} more …", *names[-MOST_PARTS // 2 :]]
     return Place(Path(mark.name), mark.line + 1, ".".join(names))
 
 

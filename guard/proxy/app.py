@@ -23,6 +23,7 @@ from dataclasses import replace
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from guard.policy.judged_paths import EMBEDDINGS, RERANK
 from guard.proxy.answer import Whole
 from guard.proxy.chat import answering
 from guard.proxy.embeddings import embeddings
@@ -33,7 +34,7 @@ from guard.proxy.passing import other
 from guard.proxy.recording import Recorded
 from guard.proxy.relay import relay_whole
 from guard.proxy.rerank import reranking
-from guard.proxy.services import EMBEDDINGS, FORMS, MODELS, OTHER, RERANK, Services
+from guard.proxy.services import FORMS, MODELS, OTHER, Services
 from guard.settings import SettingsError
 
 UNREADABLE_LIST = "the model server's list of models cannot be read"

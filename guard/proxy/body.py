@@ -5,18 +5,18 @@ Owns what is refused at the edge. Every field that is not ours passes as it is.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 from typing import Any, Generic, NoReturn, TypeVar
 
 from guard.mia.spec import FOREIGN_KEYS
 from guard.policy.conversation import places, roles_named
 from guard.policy.measuring import Part, Unplaced
+from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
 from guard.proxy.wire import IDS, Texts
@@ -123,6 +123,11 @@ class GuardedRequest(Generic[F_co]):
         slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
         return [(slot.message, slot.part, slot.text) for slot in slots]
 
+    @cached_property
+    def characters(self) -> int:
+        """Of all texts together."""
+        return sum(len(text) for _, _, text in self.texts)
+
     @property
     def said(self) -> list[Part]:
         """The same without ids and roles, for a model that is asked about the conversation."""
@@ -183,9 +188,11 @@ class GuardedRequest(Generic[F_co]):
             raise InvalidRequestError("the body is nested too deeply") from None
 
 
-async def parsed(form: F, raw: bytes) -> GuardedRequest[F]:
+async def parsed(form: F, raw: bytes, threads: TextThreads) -> GuardedRequest[F]:
     """As ``parse_request``; long bodies in a thread."""
-    return parse_request(form, raw) if len(raw) <= QUICK_BYTES else await asyncio.to_thread(parse_request, form, raw)
+    if len(raw) <= QUICK_BYTES:
+        return parse_request(form, raw)
+    return await threads.parse(partial(parse_request, form, raw))
 
 
 def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
@@ -208,7 +215,7 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     _check_guardable(fields)
     request = GuardedRequest(form, fields)
     # Worked out here, where nobody else waits while a long text is searched.
-    _ = request.unplaced
+    _ = request.unplaced, request.characters
     return request
 
 

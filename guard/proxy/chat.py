@@ -50,7 +50,7 @@ def answering(form: Form) -> Handler:
         check_media_type(exchange.headers)
         raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
         began_s = record.began_s = time.perf_counter()
-        request = await parsed(form, raw)
+        request = await parsed(form, raw, services.threads.of(exchange.caller.key_hash))
         record.model, record.streamed = request.model, request.streamed
         exchange.affinity = affinity_of(request.fields)
         judges = judges_for(services.policies, exchange, request.model)
@@ -91,7 +91,10 @@ class _Asking:
             if isinstance(answer, PlainAnswer) and answer.failed:
                 await relay_failed(self.exchange, await answer.whole(), begun=False)
                 return None
-            judge = AnswerJudge(self.judges, self.asked, finding.readouts, finding.reason, self._conversation())
+            threads = self.services.threads.of(self.exchange.caller.key_hash)
+            judge = AnswerJudge(
+                self.judges, self.asked, finding.readouts, finding.reason, threads, self._conversation()
+            )
             return await relay_judged(self.exchange, self.request, answer, judge, attempts)
         finally:
             if gated := self.asked.gated:
@@ -107,7 +110,7 @@ async def guarded(
     asked = (
         judges.ask(roles, request.unplaced) if unread is None else judges.ask_unread(roles, unread, request.unplaced)
     )
-    texts = await read_texts(judges, request)
+    texts = await read_texts(judges, request, services.threads.of(exchange.caller.key_hash))
     sent_s = time.perf_counter()
     record.own_s = sent_s - began_s
     try:

@@ -7,13 +7,13 @@ read the model are unavailable here, never clean: ``on_error`` decides.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from detectors.base import Score
 from guard.policy import BoundPolicy, Decision, Judges
+from guard.policy.judged_paths import EMBEDDINGS
 from guard.policy.judges import Scores
 from guard.policy.over_time import Seen
 from guard.policy.schema import Action, detectors_in
@@ -22,13 +22,14 @@ from guard.proxy.admission import judges_for
 from guard.proxy.body import GuardedRequest, parsed
 from guard.proxy.capturing import capturing_of
 from guard.proxy.chat import redacted_and_routed
+from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError, RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judging import joined, severity_of
 from guard.proxy.readouts import Finding
 from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
-from guard.proxy.services import EMBEDDINGS, Services
+from guard.proxy.services import Services
 from guard.proxy.verdict import Judged, blocked, judged, note, read_each
 from guard.proxy.wire import AS_TOKENS, Fields, Slot, Texts, around
 from guard.proxy.wire_choices import PROMPT_ROLE, chat_form
@@ -189,12 +190,13 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     check_media_type(exchange.headers)
     raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
     began_s = record.began_s = time.perf_counter()
-    request = await parsed(embeddings_form, raw)
+    threads = services.threads.of(exchange.caller.key_hash)
+    request = await parsed(embeddings_form, raw, threads)
     record.model = request.model
     exchange.affinity = affinity_of(request.fields)
     judges = judges_for(services.policies, exchange, request.model)
     exchange.capturing = capturing_of(judges, request, record)
-    found = await _judged_each(judges, prompts_of(request))
+    found = await _judged_each(judges, prompts_of(request), threads)
     together = _together(judges, found)
     note(judges, together, record)
     # No gate can open.
@@ -208,8 +210,8 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     await exchange.until_client_leaves(_embed(services, exchange, request))
 
 
-async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]]) -> list[Judged]:
-    texts = await read_each(judges, prompts)
+async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]], threads: TextThreads) -> list[Judged]:
+    texts = await read_each(judges, prompts, threads)
 
     def judge() -> list[Judged]:
         # Whatever a detector's scope, it is not the conversation that keeps it from reading.
@@ -224,7 +226,7 @@ async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]])
         ]
 
     # Many take a while, and nobody else is to wait for it.
-    return judge() if len(prompts) == 1 else await asyncio.to_thread(judge)
+    return judge() if len(prompts) == 1 else await threads.parse(judge)
 
 
 def _together(judges: Judges, found: Sequence[Judged]) -> Judged:

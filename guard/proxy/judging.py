@@ -10,14 +10,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from detectors.base import Score, SecondPass
+from detectors.deadline import TooLateError
 from guard.mia.results import Readouts, join
 from guard.policy import BoundPolicy, Decision, Judges, Question, RuleHit
 from guard.policy.judges import STREAM
 from guard.policy.measuring import NOT_YET, Measurement, Part
 from guard.policy.over_time import Seen
 from guard.policy.schema import LATER, SEVERITY, Stage, detectors_in
+from guard.proxy.client_threads import TextThreads
 from guard.proxy.readouts import most_complete
 from guard.proxy.second_pass import PassReader, SecondPassError
 from guard.proxy.wire import Frame, Piece
@@ -110,12 +113,13 @@ class _Kept:
 @dataclass
 class AnswerJudge:
     """One answer. ``prompt``: readouts of its prompt as far as there are any; ``reason``: why there are none;
-    ``complete``: it was judged to its end."""
+    ``complete``: it was judged to its end; ``threads``: where its texts are read."""
 
     judges: Judges
     asked: Question
     prompt: Readouts | None
     reason: str
+    threads: TextThreads
     conversation: Conversation = field(default_factory=Conversation)
     texts: dict[Unit, str] = field(default_factory=dict)
     tokens: Counter[int] = field(default_factory=Counter)
@@ -236,10 +240,10 @@ class AnswerJudge:
         late = self.judges.unread(stages, Score("unavailable", reason="the text was not read in time", timed_out=True))
         if not late:
             return {}
+        read, characters = partial(self._read_texts, dict(units), stages), sum(map(len, units.values()))
         try:
-            async with asyncio.timeout(self.judges.live.answer_timeout_s):
-                return await asyncio.to_thread(self._read_texts, dict(units), stages)
-        except TimeoutError:
+            return await self.threads.read(characters, read, self.judges.live.answer_timeout_s)
+        except (TimeoutError, TooLateError):
             return dict.fromkeys(units, late)
 
     def _read_texts(self, units: Mapping[Unit, str], stages: Sequence[Stage]) -> dict[Unit, dict[str, Score]]:

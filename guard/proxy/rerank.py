@@ -16,6 +16,7 @@ from typing import Any
 
 from guard.blank_text import mistake_in
 from guard.mia.results import Readouts
+from guard.policy.judged_paths import RERANK
 from guard.policy.measuring import Unplaced
 from guard.policy.schema import Action
 from guard.proxy.access import check_media_type
@@ -34,7 +35,7 @@ from guard.proxy.readouts import Finding
 from guard.proxy.recording import Handler
 from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
-from guard.proxy.services import RERANK, Services
+from guard.proxy.services import Services
 from guard.proxy.usage import expect_nothing
 from guard.proxy.verdict import blocked, judge, read_texts, spec_refusal_of
 from guard.proxy.wire import Fields, Slot, Texts
@@ -121,12 +122,13 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
         check_media_type(exchange.headers)
         raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
         began_s = time.perf_counter()
-        request = await parsed(rerank_form, raw)
+        threads = services.threads.of(exchange.caller.key_hash)
+        request = await parsed(rerank_form, raw, threads)
         record.model = request.model
         if reason := services.unread(request.model):
             raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
         judges = judges_for(services.policies, exchange, request.model)
-        asked, texts = judges.ask(request.roles, request.unplaced), await read_texts(judges, request)
+        asked, texts = judges.ask(request.roles, request.unplaced), await read_texts(judges, request, threads)
         decision = judge(judges, asked, NOT_READ, record, texts)
         # No gate can open.
         record.armed = ()

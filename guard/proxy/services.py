@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from detectors.model_config import ModelConfigError
 from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
+from guard.policy.judged_paths import EMBEDDINGS, RERANK
 from guard.policy.routing import check_routes
 from guard.policy.selection import keys_without_policy
 from guard.policy.store import Reload
@@ -20,6 +21,7 @@ from guard.proxy.access import Access
 from guard.proxy.admission import Admission
 from guard.proxy.answer import Answer
 from guard.proxy.body import GuardedRequest
+from guard.proxy.client_threads import ClientThreads
 from guard.proxy.errors import ModelNotFoundError
 from guard.proxy.exchange import Exchange
 from guard.proxy.key_store import KeyStore
@@ -43,9 +45,7 @@ from guard.uses.rerank import RerankerConfig, load_reranker
 log = logging.getLogger("guard.keys")
 
 FORMS = (chat_form, completions_form, responses_form, messages_form)
-EMBEDDINGS, MODELS, OTHER = "/v1/embeddings", "/v1/models", "other"
-RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")
-"""Paths of one API, where the reranker is on; the first is the route that they are counted under."""
+MODELS, OTHER = "/v1/models", "other"
 
 GUARDED = (*(form.route for form in FORMS), EMBEDDINGS)
 ROUTES = (*GUARDED, RERANK[0], MODELS, OTHER)
@@ -94,6 +94,7 @@ class Services:
         )
         self.upstream = Upstream(settings)
         self.reranker = reranker_of(settings)
+        self.threads = ClientThreads()
         self.under_way = 0
         self.draining = False
         """Told to stop: no longer ready, and still answering."""
@@ -112,6 +113,7 @@ class Services:
                         self.refusals.close_window()
         finally:
             self.recent.close()
+            self.threads.close()
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)

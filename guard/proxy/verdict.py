@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from detectors.base import Score
+from detectors.deadline import TooLateError
 from guard.policy import Decision, Judges, Question
 from guard.policy.judges import PROMPT, Scores
 from guard.policy.way import way_of
 from guard.proxy.answer import Answer, PlainAnswer, Whole
 from guard.proxy.body import GuardedRequest
+from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import ApiError, BlockedError, GuardUnavailableError
 from guard.proxy.readouts import Finding
 from guard.proxy.wire import Texts
@@ -38,13 +40,15 @@ def blocked(decision: Decision) -> ApiError:
     return BlockedError(f"{decision.message} (rule {decision.rule})")
 
 
-async def read_texts(judges: Judges, request: GuardedRequest[Texts]) -> TextScores:
+async def read_texts(judges: Judges, request: GuardedRequest[Texts], threads: TextThreads) -> TextScores:
     """Scores by key of the detectors that read the prompt's text; in a thread, so that nobody else waits."""
-    (scores,) = await read_each(judges, [request])
+    (scores,) = await read_each(judges, [request], threads)
     return scores
 
 
-async def read_each(judges: Judges, requests: Sequence[GuardedRequest[Texts]]) -> list[TextScores]:
+async def read_each(
+    judges: Judges, requests: Sequence[GuardedRequest[Texts]], threads: TextThreads
+) -> list[TextScores]:
     """The same of several prompts, in one bounded time for all."""
     late = judges.unread(PROMPT, Score("unavailable", reason="the text was not read in time", timed_out=True))
     if not late:
@@ -59,10 +63,10 @@ async def read_each(judges: Judges, requests: Sequence[GuardedRequest[Texts]]) -
             without or judges.read_prompt(one.texts, one.roles) for one, without in zip(requests, missing, strict=True)
         ]
 
+    limit_s = judges.live.hold_s or judges.live.prompt_timeout_s
     try:
-        async with asyncio.timeout(judges.live.hold_s or judges.live.prompt_timeout_s):
-            return await asyncio.to_thread(read)
-    except TimeoutError:
+        return await threads.read(sum(one.characters for one in requests), read, limit_s)
+    except (TimeoutError, TooLateError):
         return [one or late for one in missing]
 
 

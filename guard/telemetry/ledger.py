@@ -95,6 +95,8 @@ class Ledger:
         self._closing = threading.Event()
         self._logged_s = float("-inf")
         self._house_s = float("-inf")
+        self._refused = threading.Lock()
+        self._refusing = False
         self._delayed = 0
         self._failed = 0
 
@@ -133,7 +135,10 @@ class Ledger:
             self._on_waiting(1)
             if isinstance(waiting, _WithContent):
                 self._texts[waiting.request_id] = waiting
-            self._queue.put(waiting)
+            with self._refused:
+                self._queue.put(waiting)
+                if self._refusing:
+                    self._delay(1, "they wait behind others that the disk refused")
         else:
             if isinstance(waiting, _WithContent):
                 self._room_for(-waiting.size_bytes)
@@ -226,7 +231,14 @@ class Ledger:
             last = self._closing.is_set()
             before = len(lines)
             lines, why = self._try(lines)
-            self._delayed = max(0, self._delayed - (before - len(lines)))
+            with self._refused:
+                self._delayed = max(0, self._delayed - (before - len(lines)))
+                self._refusing = bool(lines)
+                # Those that came meanwhile wait as well, and whatever comes from now on counts itself. Entries are
+                # written in order: the first ones are told already.
+                waiting = len(lines) + self._queue.qsize() - self._closing.is_set()
+                if lines and not last and waiting > self._delayed:
+                    self._delay(waiting - self._delayed, why)
             if not lines:
                 return True
             if last:
@@ -234,11 +246,6 @@ class Ledger:
                 self._on_result("failed", self._failed)
                 self._on_waiting(-self._failed)
                 return False
-            # Those that came meanwhile wait as well. Entries are written in order: the first ones are told already.
-            waiting = len(lines) + self._queue.qsize() - self._closing.is_set()
-            if waiting > self._delayed:
-                self._report("delayed", waiting - self._delayed, why)
-                self._delayed = waiting
             self._keep_house_when_due(HOUSEKEEPING_REFUSED_S)
             self._closing.wait(RETRY_S)
 
@@ -253,6 +260,10 @@ class Ledger:
             self._on_result("written", whole)
             self._on_waiting(-whole)
         return lines[whole:], (error.strerror or "an error") if error is not None else ""
+
+    def _delay(self, entries: int, why: str) -> None:
+        self._delayed += entries
+        self._report("delayed", entries, why)
 
     def _report(self, result: Result, entries: int, why: str) -> None:
         self._on_result(result, entries)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from guard.telemetry.ledger_files import (
 Entry = dict[str, Any]
 """One request, by the fields of ``guard.telemetry.record.ENTRY_FIELDS`` and ``chain``."""
 
+
+CUT_ID = re.compile(r"[0-9a-f]{6,31}")
+"""What may be the beginning of a request's own id."""
 
 MOST_OF_CLIENTS = 1000
 """Requests that are told by an id which clients sent: anybody may send one any number of times."""
@@ -122,6 +126,11 @@ def find_all(path: Path, request_id: str, most: int = MOST_OF_CLIENTS) -> Found:
         if len(of_clients) >= most and own is not None and chained(own):
             break
     return Found(own, tuple(of_clients))
+
+
+def cut(request_id: str) -> str:
+    """What to add to a message that there is no such request, where the id may be the beginning of one."""
+    return "; ids are given whole: 32 digits" if CUT_ID.fullmatch(request_id) else ""
 
 
 def _with_text(path: Path, text: bytes) -> Iterator[Entry]:

@@ -75,6 +75,7 @@ def test_a_rule_that_no_row_makes_hit_is_reported_and_on_error_is_no_hit(tmp_pat
     [
         ("  - {name: x, scores: {c: 1}, expect: allow}\n", HEAD, "tests.yaml:4: tests.0.scores: the policy has no"),
         ("  - {name: x, scores: {a: low}, expect: allow}\n", HEAD, "4: tests.0.scores: 'low' is neither a number"),
+        ("  - {name: x, scores: {a: true}, expect: allow}\n", HEAD, "tests.0.scores.a: must not be true"),
         ("  - {name: x, expect: alow}\n", HEAD, "p.tests.yaml:4: tests.0.expect"),
         ("  - {name: x, expect: allow}\n" * 2, HEAD, "tests share a name: x"),
         ("  - {name: x, expect: allow}\n", "version: 1\ntests:\n", "p.yaml:7: rules.0.when: a has no threshold 'high'"),

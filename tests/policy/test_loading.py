@@ -103,3 +103,12 @@ def test_any_bytes_load_or_raise_a_policy_error(tmp_path_factory: pytest.TempPat
     path.write_bytes(raw)
     with pytest.raises(PolicyError, match=r"any\.yaml"):
         load_policy(path)
+
+
+def test_the_place_of_a_mistake_that_is_nested_deeply_is_told_in_short(tmp_path: Path) -> None:
+    nested = "{not: " * 150 + "{detector: injection, at_leest: 0.9}" + "}" * 150
+    with pytest.raises(PolicyError) as caught:
+        load_policy(write(tmp_path, GOOD.replace("{detector: injection, at_least: 0.9}", nested)))
+    for line in str(caught.value).splitlines():
+        assert len(line.removeprefix(str(tmp_path))) < 200
+        assert ": rules.0.when.not." in line

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import string
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guard.policy.readings import other_readings, plain_form
+from detectors.deadline import Deadline, TooLateError, until
+from guard.policy.plain_forms import plain_form
+from guard.policy.readings import other_readings
 
 unhurried = settings(deadline=None, max_examples=150)
 """Other processes may take the machine from a test."""
@@ -73,3 +76,26 @@ def test_what_json_escapes_is_read_as_it_was(text: str, times: int) -> None:
 )
 def test_what_looks_like_no_ascii_letter_stays(shown: str, plain: str) -> None:
     assert plain_form(shown) == plain
+
+
+EIGHT_MEGABYTES = {
+    "nothing between letters": "s\u200b" * 2_000_000,
+    "nothing at all": "\u200b" * 2_600_000,
+    "escapes": "\\u200b" * 1_300_000,
+    "backslashes": "\\" * 8_000_000,
+    "reversed runs": "\u202ea\u202c" * 1_100_000,
+    "tags": "\U000e0041" * 2_000_000,
+    "every character": "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)])),
+}
+
+
+@pytest.mark.parametrize("text", list(EIGHT_MEGABYTES.values()), ids=list(EIGHT_MEGABYTES))
+def test_the_longest_texts_are_read_quickly(text: str) -> None:
+    began_s = time.thread_time()
+    assert list(other_readings(text))
+    assert time.thread_time() - began_s < 5
+
+
+def test_a_reading_gives_up_when_nobody_waits_for_it() -> None:
+    with until(Deadline(time.monotonic() - 1)), pytest.raises(TooLateError):
+        list(other_readings("s\u200becret"))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from guard.policy.judged_paths import RERANK
 from guard.policy.selection import Choice, Match, RequestFacts, Selection, choose, fits
 
 unhurried = settings(deadline=None, max_examples=60)
@@ -117,3 +118,18 @@ def test_mistakes_are_refused(fields: dict[str, Any], reason: str) -> None:
         selection(fields)
     with pytest.raises(ValidationError, match="share a name"):
         selection({"name": "a"}, {"name": "a"})
+
+
+@pytest.mark.parametrize("named", RERANK)
+def test_all_paths_of_one_route_match_together(named: str) -> None:
+    assert fits(Match(routes=(named,)), RequestFacts("r-1", RERANK[0]))
+    assert not fits(Match(routes=(named,)), FACTS)
+
+
+@pytest.mark.parametrize(
+    "route",
+    ["/v1/chat/completion", "/v1/Chat/Completions", "v1/messages", "/v1/*", "/v1/models", "other", "/v1/messages/", ""],
+)
+def test_a_route_whose_requests_no_policy_judges_is_refused(route: str) -> None:
+    with pytest.raises(ValidationError, match="no policy judges requests to"):
+        Match(routes=(route,))

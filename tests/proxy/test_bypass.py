@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from guard.proxy.services import EMBEDDINGS
+from guard.policy.judged_paths import EMBEDDINGS
 from tests.proxy.conftest import BLOCKED, BODY, CLEAN, POLICY, Proxy, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running

@@ -11,9 +11,10 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from guard.policy.judged_paths import ANSWERS, EMBEDDINGS, JUDGED, RERANK
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.services import EMBEDDINGS, FORMS, RERANK
+from guard.proxy.services import FORMS, GUARDED
 from guard.proxy.wire import Form
 from guard.settings import SettingsError
 from tests.proxy.conftest import BLOCKED, BODY, FLAGGED, POLICY, STEERED, Proxy, StartProxy, write_probe
@@ -133,7 +134,8 @@ async def test_an_allowed_answer_is_the_engines_and_every_field_goes_there(
     words = ("fine", " words", " here")
     engine = FakeEngine(frames=streams(route, words), body=whole(route, "".join(words)))
     more = {"unknown": [1], "max_completion_tokens": 5, "tools": [{"type": "function"}], "n": 2, "logprobs": True}
-    for text in (POLICY, policy("window")):
+    # Patient: on a busy machine scores that come would be late, and then the answer is flagged.
+    for text in (POLICY, policy("window").replace("prompt_timeout_s: 0.3", "prompt_timeout_s: 30")):
         async with running(engine), start_proxy(engine, text) as proxy:
             status, headers, raw = await proxy.post({**body_of(route, stream), **more}, path=route)
             # Nothing of a raw prompt is read; of the two policies one flags that.
@@ -407,7 +409,14 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["v1/rerank", CHAT, "/v1/models", "/v1/models/tiny"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("v1/rerank", CHAT, "/v1/models", "/v1/models/tiny", f"{CHAT}/", f"{CHAT}?x", f"/{CHAT}", "/v1/*", "/v1/a#x"),
+        *("/v1/score/../chat/completions", "/v1/./chat/completions", "/v1//chat/completions", "/v1/chat%2Fcompletions"),
+        *("/v1/chat/completions;x", "/v1/chat\\completions", "/v1/score/", "/"),
+    ],
+)
 async def test_a_path_that_is_none_or_is_guarded_is_not_passed(start_proxy: StartProxy, path: str) -> None:
     with pytest.raises((SettingsError, ValidationError), match="passed_paths"):
         async with running(FakeEngine()) as engine, start_proxy(engine, passed_paths=path):
@@ -633,3 +642,13 @@ rules:
         assert "rule bad" in json.loads(raw)["error"]["message"]
         _, _, raw = await proxy.post({}, path="/v1/nothing")
         assert "/v1/rerank, /rerank, /v2/rerank" in json.loads(raw)["error"]["message"]
+
+
+def test_the_paths_that_selections_may_name_are_those_that_the_guard_judges() -> None:
+    assert tuple(form.route for form in FORMS) == ANSWERS
+    assert JUDGED.keys() == {*GUARDED, *RERANK}
+
+
+async def test_no_answer_says_which_software_gave_it(proxy: Proxy) -> None:
+    for _, headers, _ in (await proxy.post(), await proxy.post(path="/nowhere"), await proxy.get("/readyz")):
+        assert "server" not in headers

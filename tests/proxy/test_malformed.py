@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from guard.proxy.services import EMBEDDINGS
+from guard.policy.judged_paths import EMBEDDINGS
 from tests.proxy.conftest import POLICY, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running

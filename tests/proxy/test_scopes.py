@@ -10,9 +10,9 @@ import pytest
 
 from guard.policy import load_policy
 from guard.policy.compiled import compile_rules
+from guard.policy.judged_paths import EMBEDDINGS
 from guard.policy.recorded import read_ledger
 from guard.policy.replay import replay
-from guard.proxy.services import EMBEDDINGS
 from tests.proxy.conftest import BLOCKED, BODY, CLEAN, FLAGGED, POLICY, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
