@@ -19,7 +19,7 @@ from guard.mia.spec import HiddenCapture
 
 @dataclass
 class Words:
-    """1 where a text has ``secret`` or digits in a row, else 0."""
+    """1 where a text has ``secret``, in letters of any size, or digits in a row, else 0."""
 
     kind: str = "words"
     thresholds: Mapping[str, float] = None  # type: ignore[assignment]
@@ -29,7 +29,7 @@ class Words:
             raise RuntimeError(text)
         if "slow" in text:
             time.sleep(0.6)  # as a detector of somebody else's may
-        spans = tuple(match.span() for match in re.finditer(r"secret|\d{4,}", text))
+        spans = tuple(match.span() for match in re.finditer(r"(?i:secret)|\d{4,}", text))
         return Score("scored", 1.0 if spans else 0.0, spans=spans)
 
 

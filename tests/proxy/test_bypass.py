@@ -29,6 +29,28 @@ rules:
 """
 USERS_RULE = PROMPT_RULE.replace("{kind: words}", "{kind: words, scope: user}")
 
+ENCLOSED = {
+    "letters in brackets": 0x249C,
+    "capitals in brackets": 0x1F110,
+    "letters in squares": 0x1F130,
+    "letters in black circles": 0x1F150,
+    "letters in black squares": 0x1F170,
+    "letters that make flags": 0x1F1E6,
+}
+"""Where in Unicode the alphabet begins that is so drawn."""
+
+NUMBERED = {
+    "digits in brackets": 0x2474,
+    "digits with a full stop": 0x2488,
+    "digits with a comma": 0x1F102,
+    "digits in two circles": 0x24F5,
+    "digits in black circles": 0x2776,
+    "digits in circles, without serifs": 0x2780,
+    "digits in black circles, without serifs": 0x278A,
+    "numbers in black circles": 0x24EB,
+}
+"""Where the digits from 1 on begin, or numbers of two digits."""
+
 DISGUISES = {
     "Cyrillic letters that look the same": "\u0455\u0435\u0441ret",
     "Greek and Cyrillic ones": "s\u0435\u03f2r\u0435t",
@@ -55,6 +77,13 @@ DISGUISES = {
     "a long s": "\u017fecret",
     "letters with hooks and strokes": "\u0282\u0247\u023c\u027d\u0247\u0167",
     "digits of another script": "\u0661\u0662\u0663\u0664",
+    "Cyrillic letters of another shape in print": "secre\u0442",
+    "Greek letters that look much the same": "s\u03b5cr\u03b5\u03c4",
+    "letters turned and opened": "s\u01ddcr\u025bt",
+    **{name: "".join(chr(first + ord(one) - 97) for one in "secret") for name, first in ENCLOSED.items()},
+    "a musical sign without an image": "sec\U0001d159ret",
+    "a sign for an object that is not there": "sec\ufffcret",
+    **{name: "".join(chr(first + one) for one in range(4)) for name, first in NUMBERED.items()},
     "fullwidth digits": "\uff11\uff12\uff13\uff14",
 }
 
