@@ -19,7 +19,7 @@ from guard.policy.measuring import Part, Unplaced
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
-from guard.proxy.wire import IDS, Texts
+from guard.proxy.wire import IDS, Texts, is_number
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -38,7 +38,7 @@ MAX_TOOLS = 2_000
 
 MAX_VALUES = 100_000
 """Most texts, fields, lists and objects in a body, at any depth: each may be a text of its own to judge, however short.
-Numbers do not count: a prompt in tokens has many."""
+A list of nothing but numbers is one: a prompt in tokens has many."""
 
 MAX_DEPTH = 200
 """Most lists and objects inside one another. Copying, and writing as JSON, takes Python's stack, which ends at some
@@ -263,7 +263,7 @@ def check_size(fields: dict[str, Any]) -> None:
         for one in level:
             inside = one.values() if isinstance(one, dict) else one
             found = [inner for inner in inside if isinstance(inner, str | list | dict)]
-            left -= len(one) if isinstance(one, dict) else len(found)
+            left -= 0 if is_number(one) else len(one)
             if left < 0:
                 raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
             below += [inner for inner in found if not isinstance(inner, str)]

@@ -23,7 +23,8 @@ Fields = dict[str, Any]
 @dataclass(frozen=True)
 class Slot:
     """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them; no
-    part of its content where that is negative. ``instead``: what alone can stand there in its place; None: any text."""
+    part of its content where that is negative. ``instead``: what alone can stand there in its place; None: any text.
+    A number is a text as well, as JSON spells it."""
 
     message: int
     part: int
@@ -36,7 +37,10 @@ class Slot:
         return _text(self.owner[self.key])
 
     def replace(self, text: str) -> None:
-        self.owner[self.key] = _like(self.owner[self.key], text if self.instead is None else self.instead)
+        """Put another text there. A number becomes the least of its kind, as the engine may take nothing else there."""
+        old = self.owner[self.key]
+        least = type(old)() if is_number(old) or isinstance(old, bool) else None
+        self.owner[self.key] = _like(old, text if self.instead is None else self.instead) if least is None else least
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,14 @@ def _text(value: Any) -> str:
 
 
 def _like(old: Any, text: str) -> Any:
-    return text if isinstance(old, str) else {"redacted": text}
+    return text if isinstance(old, str | int | float) else {"redacted": text}
+
+
+def is_number(value: Any) -> bool:
+    """Also a list of nothing but numbers: templates print it as one text."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(one, int | float) for one in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 TOKENS = "logprobs."
@@ -386,8 +397,12 @@ they have; of all else everything as it is, names too."""
 
 
 def strings(message: int, value: Any, slots: Iterable[Slot] = (), *, place: Place = "part") -> Iterator[Slot]:
-    """Every string inside, names of fields too, but for what says how a message is built, and for what ``slots``
-    have. ``place``: what ``value`` is."""
+    """Every string and number inside, names of fields too, but for what says how a message is built, and for what
+    ``slots`` have; of true and false those that templates print. ``place``: what ``value`` is."""
+    if is_number(value):
+        # A copy: it is read, and the engine takes no numbers where this is what a field of texts has.
+        yield Slot(message, -1, [value], 0)
+        return
     taken = {(id(slot.owner), slot.key) for slot in slots}
     waiting: list[tuple[Any, Place]] = [(value, place)]
     while waiting:
@@ -410,7 +425,9 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = (), *, place: Plac
             if at != "part" and named and key not in SAID_ANYWAY:
                 # A copy: a name is read, and stays.
                 yield Slot(message, -1, [key], 0)
-            if not isinstance(inner, str):
+            if is_number(inner) or (isinstance(inner, bool) and at != "part" and key not in SAID_ANYWAY):
+                yield Slot(message, -1, one, key)
+            elif not isinstance(inner, str):
                 waiting.append((inner, _place_of(key, at) if isinstance(key, str) else at))
             elif key != "type" or inner not in TOOL_KINDS:
                 yield Slot(message, -1, one, key)
@@ -519,7 +536,7 @@ def around(fields: Fields) -> list[Slot]:
 
 def _texts_at(message: int, owner: Fields, name: str) -> list[Slot]:
     value = owner.get(name)
-    if isinstance(value, str):
+    if isinstance(value, str) or is_number(value):
         return [Slot(message, -1, owner, name)]
     return list(strings(message, value, place="raw"))
 
