@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from detectors import registry
+from detectors.base import Score
 from guard.policy.judged_paths import ANSWERS, EMBEDDINGS, JUDGED, RERANK
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
@@ -620,6 +624,40 @@ async def test_a_fault_of_the_engine_while_documents_are_ranked_is_an_error_of_t
         engine.error = (503, {"error": {"message": "later"}}, {"retry-after": "7"})
         status, headers, _ = await proxy.post(RERANKED, path="/v1/rerank")
         assert (status, headers["retry-after"]) == (503, "7")
+
+
+@dataclass
+class Share:
+    """Which part of a text's words is ``bad``: other words dilute it."""
+
+    kind: str = "share"
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+
+    def score_text(self, text: str) -> Score:
+        words = text.split()
+        return Score("scored", words.count("bad") / max(1, len(words)))
+
+
+@pytest.mark.parametrize("scope", ["", "tool"])
+async def test_clean_texts_do_not_make_up_for_one_document_or_query_that_is_not(
+    start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    monkeypatch.setitem(registry.BUILT_IN, "share", lambda _path: Share())
+    use = f"{{kind: share, scope: {scope}}}" if scope else "{kind: share}"
+    text = f"""version: 1
+name: p
+detectors: {{text: {use}}}
+rules: [{{name: bad, when: {{detector: text, at_least: 0.6}}, action: block}}]
+"""
+    many = [f"clean {i}" for i in range(20)]
+    async with running(FakeEngine()) as engine, start_proxy(engine, text, **reranking(tmp_path)) as proxy:
+        for documents in (["bad bad"], ["bad bad", *many], [*many, {"text": "bad bad"}]):
+            status, headers, _ = await proxy.post({**RERANKED, "documents": documents}, path=RERANK[0])
+            assert (status, headers["x-guard-rules"]) == (400, "bad")
+        assert [one["scores"]["text"] >= 0.6 for one in await proxy.entries(3)] == [True] * 3
+        status, *_ = await proxy.post({**RERANKED, "query": "bad bad", "documents": many}, path=RERANK[0])
+        # A query is no tool's.
+        assert (status == 400) == (scope == "")
 
 
 @pytest.mark.parametrize("replacement", ["gone", "' '"])
