@@ -16,6 +16,7 @@ from typing import Any, Literal
 from guard.policy.conversation import DOCUMENTS, KNOWN_ROLES, OF_USERS
 from guard.policy.measuring import PLACED, Unplaced
 from guard.proxy.errors import InvalidRequestError, UpstreamError
+from guard.proxy.shown_items import ShownItems
 
 Fields = dict[str, Any]
 
@@ -196,7 +197,8 @@ def _spelt(entries: list[Any]) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """An answer that the guard ends. ``first`` and ``last``: what of a stream the client got, None where nothing."""
+    """An answer that the guard ends. ``first`` and ``last``: what of a stream the client got, None where nothing;
+    ``items``: what it has of a response's."""
 
     request_id: str
     model: str
@@ -206,6 +208,7 @@ class Ending:
     completion_tokens: int = 0
     first: Mapping[str, Any] | None = None
     last: Mapping[str, Any] | None = None
+    items: ShownItems | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +238,7 @@ class Form(Texts):
     ``pieces``: of a whole answer or of one event of a stream. ``parts``: an event as one for each choice, with its
     choice. ``ends``: whether a frame is an answer's last. ``refusal`` and ``refusal_stream``: an answer that is the
     guard's text. ``cut``: what ends a stream that has begun. ``named_errors``: errors have a type, and an event's name.
+    ``has_items``: an answer's last event has all that was said, as items.
     """
 
     choices: Callable[[Fields], int]
@@ -247,6 +251,7 @@ class Form(Texts):
     refusal_stream: Callable[[Ending, str], bytes]
     cut: Callable[[Ending], bytes]
     named_errors: bool = False
+    has_items: bool = False
 
 
 @dataclass

@@ -216,6 +216,13 @@ async def test_window_cuts_a_stream_in_the_apis_own_way(start_proxy: StartProxy,
             )
             numbers = [event.sequence_number for event in events]
             assert numbers == list(range(len(numbers)))
+            said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            assert said.startswith("The")
+            assert events[-1].response.output_text == said
+            assert events[-1].response.output[0].status == "incomplete"
+            ends = [f"response.{name}.done" for name in ("output_text", "content_part", "output_item")]
+            assert [event.type for event in events[-4:-1]] == ends
+            assert events[-4].text == events[-3].part.text == events[-2].item.content[0].text == said
         elif route == MESSAGES:
             names = [line.removeprefix("event: ") for line in raw.decode().splitlines() if line.startswith("event: ")]
             assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -223,6 +230,58 @@ async def test_window_cuts_a_stream_in_the_apis_own_way(start_proxy: StartProxy,
         else:
             assert b'"finish_reason":"content_filter"' in raw
             assert raw.endswith(END)
+
+
+def of_response(values: list[dict[str, Any]]) -> list[bytes]:
+    """A stream of these events, with what opens and ends a response around them."""
+    begun, ended = streams(RESPONSES, ("x",))[0], {"type": "response.completed", "response": RESPONSE}
+    return [begun, *(frame({**one, "sequence_number": i}, one["type"]) for i, one in enumerate([*values, ended], 1))]
+
+
+def part_events(words: tuple[str, ...], index: int, kind: str, part_kind: str, *, ends: bool) -> list[dict[str, Any]]:
+    at = {"item_id": "x", "output_index": index, "content_index": 0}
+    part = {"type": kind, "text": "".join(words)}
+    said = [{"type": f"response.{kind}.delta", **at, "delta": word} for word in words]
+    done = [
+        {"type": f"response.{kind}.done", **at, "text": part["text"]},
+        {"type": f"response.{part_kind}.done", **at, "part": part},
+    ]
+    return said + (done if ends else [])
+
+
+async def test_a_response_that_is_cut_has_the_items_that_were_said_and_no_half_of_a_call(
+    start_proxy: StartProxy,
+) -> None:
+    thought = {"id": "r", "type": "reasoning", "summary": [], "content": []}
+    call = {"id": "f", "type": "function_call", "call_id": "1", "name": "f", "arguments": "", "status": "in_progress"}
+    thinking = [
+        {"type": "response.output_item.added", "output_index": 0, "item": thought},
+        *part_events(("so", " it", " is"), 0, "reasoning_text", "reasoning_part", ends=True),
+    ]
+    whole_thought = {**thought, "content": [{"type": "reasoning_text", "text": "so it is"}]}
+    calling = [
+        {"type": "response.output_item.done", "output_index": 0, "item": whole_thought},
+        {"type": "response.output_item.added", "output_index": 1, "item": call},
+        *({"type": "response.function_call_arguments.delta", "output_index": 1, "item_id": "f", "delta": word}
+          for word in ("{", '"a": ', '"b", ', '"c": ', '"secret', '"}', " ", " ")),
+    ]  # fmt: skip
+    leak = part_events(
+        ("a", " b", " c", " d", " secret", " e", " f"), 0, "reasoning_text", "reasoning_part", ends=False
+    )
+    async with running(FakeEngine(word_delay_s=0.01)) as engine, start_proxy(engine, policy("window")) as proxy:
+        engine.frames = of_response(thinking + calling)
+        events = [event async for event in await client(proxy).responses.create(**body_of(RESPONSES, True))]
+        assert [one.type for one in events[-1].response.output] == ["reasoning"]
+        assert "function_call_arguments.done" not in "".join(event.type for event in events)
+        assert any(event.type == "response.function_call_arguments.delta" for event in events)
+        engine.frames = of_response(thinking[:1] + leak)
+        events = [event async for event in await client(proxy).responses.create(**body_of(RESPONSES, True))]
+        said = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        assert said.startswith("a")
+        (item,) = events[-1].response.output
+        assert (item.content[0].text, item.status) == (said, "incomplete")
+        ends = [f"response.{name}.done" for name in ("reasoning_text", "reasoning_part", "output_item")]
+        assert [event.type for event in events[-4:]] == [*ends, "response.incomplete"]
 
 
 @every
