@@ -97,12 +97,18 @@ UNGUARDED: dict[str, tuple[Any, ...]] = {
 prompt would be what another request left in a cache; and the values that change nothing."""
 
 
+EACH_USAGE = "continuous_usage_stats"
+"""vLLM's option of a stream to tell the usage with every part."""
+
+
 @dataclass(frozen=True)
 class GuardedRequest(Generic[F_co]):
     """A request that vLLM gets as it is but for our own field, and what a policy changes of it."""
 
     form: F_co
     fields: dict[str, Any]
+    counted: bool = False
+    """Whether the engine is asked to tell the usage with every part of a stream, which is then for us alone."""
 
     @property
     def model(self) -> str:
@@ -150,6 +156,13 @@ class GuardedRequest(Generic[F_co]):
         """Whether a stream is to end with a count of tokens."""
         options = self.fields.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
+
+    def counting(self) -> GuardedRequest[F_co]:
+        """The same, ``counted`` where its client wants a usage at the end alone: an answer that is cut has no end."""
+        options = self.fields.get("stream_options")
+        if not (self.streamed and self.wants_usage and isinstance(options, dict)) or options.get(EACH_USAGE):
+            return self
+        return replace(self, fields={**self.fields, "stream_options": {**options, EACH_USAGE: True}}, counted=True)
 
     def routed(self, model: str) -> GuardedRequest[F_co]:
         """The same for another model."""

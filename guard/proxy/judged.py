@@ -172,6 +172,8 @@ class _Stream:
             self.withheld.add(frame)
             record.seen_tokens += frame.tokens
             count_event(record, frame.data)
+            if self.request.counted and frame.data is not None and frame.data.get("choices"):
+                frame.changed |= frame.data.pop("usage", None) is not None
 
     async def _release(self, frames: list[Frame]) -> None:
         if not frames:
