@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,18 @@ class Words:
             time.sleep(0.6)  # as a detector of somebody else's may
         spans = tuple(match.span() for match in re.finditer(r"(?i:secret)|\d{4,}", text))
         return Score("scored", 1.0 if spans else 0.0, spans=spans)
+
+
+@dataclass
+class Share:
+    """The share of words that are bad, as of a detector that a long text dilutes."""
+
+    kind: str = "share"
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+
+    def score_text(self, text: str) -> Score:
+        words = text.split()
+        return Score("scored", words.count("bad") / max(1, len(words)))
 
 
 @dataclass

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 from pydantic import ValidationError
 
 from detectors import registry
-from detectors.base import Score
 from guard.policy.judged_paths import ANSWERS, EMBEDDINGS, JUDGED, RERANK
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
@@ -22,7 +19,7 @@ from guard.proxy.services import FORMS, GUARDED
 from guard.proxy.wire import Form
 from guard.settings import SettingsError
 from tests.proxy.conftest import BLOCKED, BODY, FLAGGED, POLICY, STEERED, Proxy, StartProxy, write_probe
-from tests.proxy.detectors import register
+from tests.proxy.detectors import Share, register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_streaming import policy
 
@@ -683,18 +680,6 @@ async def test_a_fault_of_the_engine_while_documents_are_ranked_is_an_error_of_t
         engine.error = (503, {"error": {"message": "later"}}, {"retry-after": "7"})
         status, headers, _ = await proxy.post(RERANKED, path="/v1/rerank")
         assert (status, headers["retry-after"]) == (503, "7")
-
-
-@dataclass
-class Share:
-    """Which part of a text's words is ``bad``: other words dilute it."""
-
-    kind: str = "share"
-    thresholds: Mapping[str, float] = field(default_factory=dict)
-
-    def score_text(self, text: str) -> Score:
-        words = text.split()
-        return Score("scored", words.count("bad") / max(1, len(words)))
 
 
 @pytest.mark.parametrize("scope", ["", "tool"])
