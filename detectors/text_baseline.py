@@ -2,7 +2,8 @@
 
 Owns the formula of scikit-learn's ``TfidfVectorizer``, computed here without it: n-grams of words or of characters
 inside words, ``1 + ln(count)`` times the inverse document frequency, scaled to length 1, then
-``sigmoid(weight . x + bias)``. Vocabulary as a JSON list, ``idf`` and ``weight`` beside it in a safetensors file.
+``sigmoid(weight . x + bias)``. So a long text scores as most of it does; ``windows``: the value is the highest of the
+text and of its stretches. Vocabulary as a JSON list, ``idf`` and ``weight`` beside it in a safetensors file.
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ NGRAMS_AT_ONCE = 16384
 Length = Annotated[int, Field(ge=1, le=8)]
 
 
+class TextWindows(Section):
+    """``characters``: of a stretch; ``stride``: from the beginning of one to that of the next."""
+
+    characters: Annotated[int, Field(ge=20, le=100_000)] = 200
+    stride: Annotated[int, Field(ge=10, le=100_000)] = 100
+
+    @model_validator(mode="after")
+    def _every_character_is_in_one(self) -> Self:
+        if self.stride > self.characters:
+            raise ValueError("a stride longer than a window leaves characters out")
+        return self
+
+
 class Params(Section):
     analyzer: Literal["words", "characters"]
     """``words``: scikit-learn's ``word``; ``characters``: its ``char_wb``, with a space at both ends of each word."""
@@ -48,6 +62,9 @@ class Params(Section):
     weights: WeightsFile
     """The same of ``idf`` and ``weight`` [terms] and ``bias`` [1], float32."""
     weights_sha256: str
+    windows: TextWindows | None = None
+    """Score stretches of a long text too, so that nothing around an attack dilutes it. Thresholds measured without are
+    not those of a file with them."""
 
     @model_validator(mode="after")
     def _shortest_first(self) -> Self:
@@ -72,6 +89,7 @@ class TextBaseline:
             term: (float(i), float(w)) for term, i, w in zip(vocabulary, idf.tolist(), weight.tolist(), strict=True)
         }
         self.bias = bias
+        self.windows = config.params.windows
 
     @classmethod
     def load(cls, path: Path) -> TextBaseline:
@@ -83,6 +101,17 @@ class TextBaseline:
         return cls(config, vocabulary, tensors[IDF], tensors[WEIGHT], float(tensors[BIAS][0]))
 
     def score_text(self, text: str) -> Score:
+        return Score("scored", max(self._value(text), *(self._value(one) for one in self._stretches(text)), 0.0))
+
+    def _stretches(self, text: str) -> Iterator[str]:
+        """Of a text longer than one; the last is as long as the others."""
+        if self.windows is None or len(text) <= self.windows.characters:
+            return
+        last = len(text) - self.windows.characters
+        for begin in (*range(0, last, self.windows.stride), last):
+            yield text[begin : begin + self.windows.characters]
+
+    def _value(self, text: str) -> float:
         counts: Counter[str] = Counter()
         ngrams = self._ngrams(text.lower())
         while some := list(islice(ngrams, NGRAMS_AT_ONCE)):
@@ -94,7 +123,7 @@ class TextBaseline:
             frequency = (1.0 + log(count)) * idf
             total += frequency * weight
             squares += frequency * frequency
-        return Score("scored", float(sigmoid(self.bias + (total / sqrt(squares) if squares else 0.0))))
+        return float(sigmoid(self.bias + (total / sqrt(squares) if squares else 0.0)))
 
     def _ngrams(self, text: str) -> Iterator[str]:
         shortest, longest = self.config.params.ngrams

@@ -1,11 +1,14 @@
-"""What the options of all examples share: numbers within bounds, addresses, and one line where something is wrong."""
+"""What all examples share: options within bounds, one line where something is wrong, an orderly end at SIGTERM."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -14,6 +17,26 @@ def refuse(message: str, status: int = 2) -> NoReturn:
     """End the example with one line."""
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(status)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. Whoever leaves nothing behind at Ctrl-C leaves nothing behind then."""
+
+
+@contextmanager
+def ending_when_told() -> Iterator[None]:
+    """SIGTERM raises ``Terminated`` in the block, so that what was started in it, as an engine that outlives a parent
+    that just stops, is ended."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not cut the ending short
+    raise Terminated
 
 
 class OneLineParser(argparse.ArgumentParser):

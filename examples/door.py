@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from arguments import OneLineParser, address, refuse
+from arguments import OneLineParser, Terminated, address, ending_when_told, refuse
 from pydantic import ValidationError
 
 from detectors.calibration.features import model_shape
@@ -25,8 +25,8 @@ from guard.uses.asking import Ask, offline, served
 from guard.uses.parts import UnreadableError
 from guard.writable import NotWritableError
 
-STOPPED = 130
-"""The exit status of whoever ends at Ctrl-C."""
+STOPPED, TERMINATED = 130, 143
+"""The exit status of whoever ends at Ctrl-C, and at SIGTERM."""
 SERVER_URL = "http://127.0.0.1:8001/v1"
 ON_A_CPU = "--dtype float32 --enforce-eager --gpu-memory-utilization 0.3"
 
@@ -108,19 +108,25 @@ def check_shape(folder: Path, taps: EngineConfig) -> None:
 
 @contextmanager
 def said_in_one_line(options: argparse.Namespace, taps: EngineConfig) -> Iterator[None]:
-    """Ends the example with one line about what a server, a readout or a folder lacks."""
+    """Ends the example with one line about what a server, a readout or a folder lacks; and in order when terminated."""
     try:
-        yield
+        with ending_when_told():
+            yield
     except openai.APIStatusError as error:
         body = error.body if isinstance(error.body, dict) else {}
         message, where = str(body.get("message") or error.message), str(body.get("param") or "")
-        if "set by the guard alone" in message:
+        if isinstance(error, openai.AuthenticationError):
+            wrong = "does not take this key" if options.api_key else "wants a key"
+            message = f"the server at {options.base_url} {wrong}: give its own with --api-key"
+        elif "set by the guard alone" in message:
             message += f": this is the guard's proxy; give the address of its engine, as {SERVER_URL}"
         elif "mia" in where or "mia" in message:
             message += f": start the server with --additional-config '{additional_config(taps)}'"
         refuse(message)
     except openai.APIConnectionError:
         refuse(f"no server answers at {options.base_url}: --help says how to start one")
+    except Terminated:
+        refuse("stopped", TERMINATED)
     except KeyboardInterrupt:
         refuse("stopped", STOPPED)
     except (CompatError, LearningError, NotWritableError, StatesError, UnreadableError) as error:

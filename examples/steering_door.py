@@ -4,6 +4,7 @@ model finds an answer. In this process, or of a server whose steering folder is 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,11 +35,12 @@ KEY = "local"
 
 @dataclass(frozen=True)
 class Steerable:
-    """``logprobs``: of each token of each answer, to the unsteered model."""
+    """``load_from_folder``: returns the SHA-256 of what the engine has now. ``logprobs``: of each token of each answer,
+    to the unsteered model."""
 
     ask: Ask
     folder: Path
-    load_from_folder: Callable[[str], None]
+    load_from_folder: Callable[[str], str]
     logprobs: Callable[[Sequence[Told]], list[list[float]]]
 
     def load(self, name: str, vector: FloatArray) -> None:
@@ -47,7 +49,12 @@ class Steerable:
             write_vector(self.folder, name, vector, {})
         except OSError as error:
             raise NotWritableError(f"{self.folder}: cannot be written to: {error.strerror}") from None
-        self.load_from_folder(name)
+        # Another folder may have a vector of this name, too, and an engine that steers by it looks as if all were well.
+        if self.load_from_folder(name) != hashlib.sha256(np.asarray(vector, np.float32).tobytes()).hexdigest():
+            refuse(
+                f"the engine has another vector {name!r} than the one just written: --vectors, {self.folder}, must be "
+                "the server's steering_folder"
+            )
 
     def states(self, conversations: Sequence[Conversation], reading: Reading) -> FloatArray:
         """``[conversations, layers, hidden_size]``."""
@@ -91,13 +98,18 @@ def _of_engine(llm: MiaLLM, folder: Path) -> Steerable:
         written = [(one.prompt_token_ids, one.token_ids) for one in answers]
         return continuation_logprobs(llm, written, [None] * len(written))
 
-    return Steerable(offline(llm), folder, llm.load_vector, logprobs)
+    def load(name: str) -> str:
+        llm.load_vector(name)
+        return llm.vectors()[name]
+
+    return Steerable(offline(llm), folder, load, logprobs)
 
 
 def _of_server(client: MiaClient, model: str, folder: Path) -> Steerable:
-    def load(name: str) -> None:
+    def load(name: str) -> str:
         try:
-            client.client.put(f"/mia/vectors/{name}", cast_to=object)
+            loaded: Any = client.client.put(f"/mia/vectors/{name}", cast_to=object)
+            return str(loaded["sha256"])
         except openai.NotFoundError:
             refuse(
                 "the server has no route /v1/mia/vectors: start vLLM with VLLM_PLUGINS=mia, and ask it and not the "

@@ -98,9 +98,11 @@ When an answer's tokens leave is the policy's `streaming` ([reference](policy-re
 | `observe` | nothing | nothing |
 
 A block before the first byte is a status, 400. Later the stream ends with `finish_reason: content_filter` for every
-choice, the usage if it was asked for, and `[DONE]`; in `/v1/responses` with `response.incomplete` and the reason
-`content_filter`; in `/v1/messages` with `stop_reason: refusal`. Its usage counts what was released: chunks, or tokens
-where logprobs show them; `prompt_tokens` is 0 where neither the plugin nor the model server has said it by then. A
+choice, the usage if it was asked for, and `[DONE]`; in `/v1/responses` with what ends the open item, and
+`response.incomplete` with the items as far as they were said, no unfinished call, and the reason `content_filter`; in
+`/v1/messages` with `stop_reason: refusal`. Its usage counts what was released: chunks, or tokens where logprobs show
+them; vLLM is asked to tell `prompt_tokens` from the first chunk on where nothing is read inside the model. It is 0 in
+`/v1/responses` then, and where another server has not said it by that time. A
 token that was withheld is nowhere in the answer, and neither are its logprobs, its part of a tool call or its part of
 the usage. A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
 every string: words, reasoning, refusals, names and arguments of tool calls, code, queries, transcripts, stop words,

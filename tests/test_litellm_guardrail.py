@@ -104,6 +104,8 @@ async def test_without_an_engine_its_detectors_are_unavailable_and_texts_are_jud
     [
         ("documents", [{"text": "the secret"}]),
         ("chat_template_kwargs", {"note": "the secret"}),
+        ("chat_template_kwargs", {"note": 123456789}),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"default": 123456789}}}]),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"description": "the secret"}}}),
     ],
 )

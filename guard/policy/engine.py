@@ -21,7 +21,7 @@ from guard.policy.conditions import (
     StatusCondition,
     children,
 )
-from guard.policy.schema import SEVERITY, Action, Mode, OnError, Rule, Stage, detectors_in
+from guard.policy.schema import SEVERITY, Action, Mode, OnError, Redaction, Rule, Stage, detectors_in
 
 NO_SCORE = Score("unavailable", reason="it was not measured")
 
@@ -42,6 +42,7 @@ class RuleHit:
     message: str = ""
     severity: int = 0
     timed_out: bool = False
+    redact: Redaction | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,15 @@ class CompiledRule:
         verdict, rule = self.verdict(scores), self.rule
         if verdict.value:
             return RuleHit(
-                rule.name, rule.action, self.mode, verdict.reason, False, rule.steer, rule.message, rule.rank
+                rule.name,
+                rule.action,
+                self.mode,
+                verdict.reason,
+                False,
+                rule.steer,
+                rule.message,
+                rule.rank,
+                redact=rule.redact,
             )
         if verdict.value is None:
             name, action = self.on_unknown(verdict.timed_out)

@@ -110,6 +110,11 @@ class Judges:
         """Whether either policy has rules for answers."""
         return bool(self.live.rules_of_answers or (self.shadow and self.shadow.rules_of_answers))
 
+    @property
+    def cuts_streams(self) -> bool:
+        """Whether a rule may end a stream that has begun."""
+        return self.live.holds_answers and self.live.streaming != "hold"
+
     def hold_s(self, asked: Question) -> float:
         """How long an answer is held for scores that the live policy acts on; 0 when there are none to wait for."""
         needed = [self.live.measurements[name] for name in self.live.detectors_of(PROMPT)]

@@ -22,16 +22,39 @@ Codes = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int32]
 """Of each character, a place in a text."""
 
-FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-"""Blank though they are letters or symbols; Unicode's categories do not tell."""
+FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\U0001d159")
+"""Blank though they are letters or symbols, or for a thing that is not there; Unicode's categories do not tell."""
 
 HIDDEN = frozenset(("Cc", "Cf", "Cn", "Co", "Me", "Mn"))
-"""Categories of characters that show nothing by themselves; accents are among them."""
+"""Categories of characters that show nothing by themselves; accents are among them, and all that Unicode calls
+``Default_Ignorable_Code_Point`` but for the fillers."""
 
 WORDS_APART = "\t\n\r"
 SMALL_CAPITAL = "LATIN LETTER SMALL CAPITAL "
-CHANGED_LETTER = re.compile(r"LATIN (SMALL|CAPITAL) LETTER (?:LONG |DOTLESS |SCRIPT )?([A-Z])(?: WITH .+| BAR)?")
-"""Names of letters with a hook, a stroke or a tail, which no decomposition takes off."""
+CHANGED_LETTER = re.compile(
+    r"LATIN (SMALL|CAPITAL) LETTER (?:LONG |DOTLESS |SCRIPT |OPEN |REVERSED |TURNED )*([A-Z])(?: WITH .+| BAR)?"
+)
+"""Names of letters with a hook, a stroke or a tail, or on their heads, which no decomposition takes off."""
+
+ENCLOSED_LETTER = re.compile(
+    r"(?:.+ )?(?:CIRCLED|SQUARED|PARENTHESIZED|BRACKETED|INDICATOR SYMBOL)(?: LATIN)?"
+    r"(?: (SMALL|CAPITAL))? LETTER ([A-Z])"
+)
+"""Names of letters in a circle, a square or brackets, and of those that make flags; some have no decomposition."""
+
+ENCLOSED_NUMBER = re.compile(r".*\b(?:CIRCLED|PARENTHESIZED|FULL STOP|COMMA)\b.*")
+
+LINE_ENDS = "\u2028\u2029"
+SPACE = "\u1680"
+"""A space that some fonts draw as a line; the others decompose into one."""
+
+ALIKE_TOO = {
+    **dict(zip("\u0432\u043a\u043c\u043d\u0442\u043f\u0438\u0437\u044c", "bkmhtnue" + "b", strict=True)),
+    **dict(zip("\u03b5\u03ba\u03c4\u03b7\u03c9\u03c7\u03bc\u03b2\u03c5", "ektnwxubu", strict=True)),
+    **dict(zip("\u0259\u0138\u04cf", "ekl", strict=True)),
+}
+"""Letters that look like ASCII ones in a word though no table of Unicode's says so of a single letter: of Cyrillic,
+Greek and Latin."""
 
 CHARACTERS = 0x110000
 """In Unicode, unassigned ones included."""
@@ -44,13 +67,16 @@ AT_ONCE = 2048
 
 
 def plain_form(character: str) -> str:
-    """What one character shows, in ASCII where a letter looks like it; empty when it shows nothing.
+    """What one character shows, in ASCII where a letter looks like it; empty when it shows nothing. What ends a line
+    is a line's end.
 
     Look-alikes of Unicode Technical Standard 39, of the character or of what is left of its compatibility decomposition
     (Unicode Standard Annex 15) without marks.
     """
     if (alike := _look_alike(character)) is not None:
         return alike
+    if character in LINE_ENDS or character == SPACE:
+        return " " if character == SPACE else "\n"
     shown = []
     for one in unicodedata.normalize("NFKD", character):
         if one in WORDS_APART or one.isascii():
@@ -117,19 +143,37 @@ def text_of(codes: Codes) -> str:
 
 
 def _look_alike(character: str) -> str | None:
-    """The ASCII letter or digit that looks the same, or is the same digit or a small capital; None without one."""
+    """What of ASCII looks the same: a letter, also as a small capital or in a circle, or a number; None without it."""
     if character.isascii():
         return None
-    if (digit := unicodedata.decimal(character, None)) is not None:
-        return str(digit)
     name = unicodedata.name(character, "")
+    if (number := _number(character, name)) is not None:
+        return number
     if name.startswith(SMALL_CAPITAL) and len(letter := name.removeprefix(SMALL_CAPITAL)) == 1:
         return letter.lower()
-    if (changed := CHANGED_LETTER.fullmatch(name)) is not None:
-        return changed[2].lower() if changed[1] == "SMALL" else changed[2]
+    for names in (CHANGED_LETTER, ENCLOSED_LETTER):
+        if (named := names.fullmatch(name)) is not None:
+            return named[2].lower() if named[1] == "SMALL" else named[2]
     if len(same := unicodedata.normalize("NFKD", character)) == 1 and same.isascii() and same.isalnum():
         return same
-    return _look_alikes().get(character)
+    return ALIKE_TOO.get(character) or _look_alikes().get(character)
+
+
+def _number(character: str, name: str) -> str | None:
+    if (digit := unicodedata.digit(character, None)) is not None:
+        return str(digit)
+    number = unicodedata.numeric(character, None)
+    whole = number is not None and number.is_integer() and ENCLOSED_NUMBER.fullmatch(name) is not None
+    return str(int(number)) if number is not None and whole else None
+
+
+@cache
+def strokes() -> tuple[Codes, Codes]:
+    """Letters that may be an l as well as an i, in order, and the i that each is then."""
+    alike = [one for one in {**_look_alikes(), **ALIKE_TOO} if len(one) == 1]
+    found = (one for one in alike if plain_form(one) == "l" and not unicodedata.normalize("NFKD", one).isascii())
+    ordered = sorted(set(found))
+    return codes_of("".join(ordered)), codes_of("".join("I" if one.isupper() else "i" for one in ordered))
 
 
 @cache

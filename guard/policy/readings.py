@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from detectors.deadline import check_deadline
-from guard.policy.plain_forms import Codes, Places, PlainForms, codes_of, text_of
+from guard.policy.plain_forms import Codes, Places, PlainForms, codes_of, strokes, text_of
 
 PLAIN = re.compile(r"[\t\n\r\x20-\x5b\x5d-\x7e]*")
 """Texts that read in one way only: printable ASCII without a backslash."""
@@ -39,7 +39,7 @@ RIGHT_TO_LEFT = 0x202E
 """RIGHT-TO-LEFT OVERRIDE: what follows is shown reversed, to one of ``ENDING`` or to the line's end."""
 
 ENDING = (0x202C, 0x202D)
-LINE_END = ord("\n")
+LINE_ENDS = (ord("\n"), 0x2028, 0x2029)
 
 TAGS = (0xE0020, 0xE007E)
 TAGS_ABOVE_ASCII = 0xE0000
@@ -101,6 +101,17 @@ def _plain(shown: _Spelt) -> Reading:
     codes, of = _FORMS.of(shown.codes)
     check_deadline()
     return Reading(text_of(codes), shown.starts[of], shown.ends[of])
+
+
+def _with_other_letters(spelt: _Spelt) -> _Spelt:
+    """One stroke is an l in one word and an i in another: here all are i."""
+    of, letters = strokes()
+    found = np.isin(spelt.codes, of)
+    if not found.any():
+        return spelt
+    codes = spelt.codes.copy()
+    codes[found] = letters[np.searchsorted(of, codes[found])]
+    return _Spelt(codes, spelt.starts, spelt.ends)
 
 
 def _untagged(spelt: _Spelt) -> _Spelt:
@@ -173,7 +184,7 @@ def _turned_round(spelt: _Spelt) -> _Spelt:
     if not opening.any():
         return spelt
     ending = np.isin(codes, ENDING)
-    events = np.flatnonzero(opening | ending | (codes == LINE_END))
+    events = np.flatnonzero(opening | ending | np.isin(codes, LINE_ENDS))
     opens = opening[events]
     # One that follows another, without an end between them, is inside the run that the first has begun.
     begins = opens & ~np.append(False, opens[:-1])
@@ -192,5 +203,5 @@ def _turned_round(spelt: _Spelt) -> _Spelt:
     return spelt.at(order[shown])
 
 
-WAYS: tuple[Callable[[_Spelt], _Spelt], ...] = (lambda spelt: spelt, _turned_round, _untagged)
+WAYS: tuple[Callable[[_Spelt], _Spelt], ...] = (lambda spelt: spelt, _turned_round, _untagged, _with_other_letters)
 """Of showing a text whose escapes are read. Each gives the same object back where it changes nothing."""

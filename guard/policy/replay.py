@@ -20,7 +20,7 @@ from guard.policy.over_time import Outcome, Spread, decide_answer
 from guard.policy.recorded import UNDECIDED, Recorded, RecordedAnswer
 from guard.policy.schema import LATER, SEVERITY, Contract, Stage, detectors_in
 from guard.policy.selection import PLAYGROUND
-from guard.policy.way import CHANGING, way_of
+from guard.policy.way import CHANGING, acting_in, way_of
 
 FailOn = Literal["any", "looser", "stricter"]
 MAX_EXAMPLES = 3
@@ -239,17 +239,13 @@ def _compare(result: Replayed, candidate: _Candidate, entry: Recorded) -> None:
     decisions, before = [prompt], [entry.action]
     judged = candidate.judges_answers and prompt.action != "block"
     same = same_action(entry.action, prompt.action)
-    if (
-        same
-        and prompt.action != "block"
-        and not same_way(
-            entry.way,
-            way_of(candidate.rules, prompt),
-            same_policy=entry.policy == candidate.label,
-            action=prompt.action,
-        )
+    if same and not same_way(
+        entry.way,
+        way_of(candidate.rules, prompt),
+        same_policy=entry.policy == candidate.label,
+        action=prompt.action,
     ):
-        why = f"another request to the model after the same action: {_acting(candidate.rules, prompt)}"
+        why = _otherwise(candidate.rules, prompt)
         if judged or entry.answers:
             raise _NotJudgedError(why)
         result.not_judged[why] += 1
@@ -348,12 +344,18 @@ def _of_answers(result: Replayed, candidate: _Candidate, entry: Recorded) -> lis
             attempts.update([decision.by.name] if decision.by is not None else [])
             decision = decision if again else replace(decision, action="block")
         decisions.append(decision)
-        if not again or answer.action != decision.action:
+        if answer.action != decision.action:
             break
-        if i + 1 < len(entry.answers) and not same_way(
+        last = i + 1 == len(entry.answers)
+        if not (last and again) and not same_way(
             answer.way, way_of((), decision), same_policy=entry.policy == candidate.label, action=decision.action
         ):
-            raise _NotJudgedError(f"another request to the model after the same action: {_acting((), decision)}")
+            if not last:
+                raise _NotJudgedError(_otherwise((), decision))
+            # What is done is known, and what the client gets instead of what was found is not the same.
+            result.not_judged[_otherwise((), decision)] += 1
+        if not again:
+            break
     return decisions
 
 
@@ -369,10 +371,14 @@ def _check_times(entry: Recorded, answer: RecordedAnswer, outcome: Outcome) -> N
         )
 
 
-def _acting(rules: Sequence[CompiledRule], decision: Decision) -> str:
-    changes = decision.by is not None and decision.action in CHANGING
-    names = [decision.rule or ""] if changes else [one.rule.name for one in rules if one.armed]
-    return f"{decision.action}, rule {', '.join(names)}" if names else f"{decision.action}, without the gated steering"
+def _otherwise(rules: Sequence[CompiledRule], decision: Decision) -> str:
+    """What is not the same after the same action, and by which rules."""
+    of_answer = decision.action == "block" or (not rules and decision.action not in ANEW)
+    names = acting_in(rules, decision)
+    by = f"rule {', '.join(names)}" if names else "without the gated steering"
+    return f"another {'answer to the client' if of_answer else 'request to the model'} after the same action: " + (
+        f"{decision.action}, {by}"
+    )
 
 
 def _is_cut(answer: RecordedAnswer) -> bool:

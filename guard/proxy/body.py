@@ -19,7 +19,7 @@ from guard.policy.measuring import Part, Unplaced
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
-from guard.proxy.wire import IDS, Texts
+from guard.proxy.wire import IDS, Texts, is_number
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -38,7 +38,7 @@ MAX_TOOLS = 2_000
 
 MAX_VALUES = 100_000
 """Most texts, fields, lists and objects in a body, at any depth: each may be a text of its own to judge, however short.
-Numbers do not count: a prompt in tokens has many."""
+A list of nothing but numbers is one: a prompt in tokens has many."""
 
 MAX_DEPTH = 200
 """Most lists and objects inside one another. Copying, and writing as JSON, takes Python's stack, which ends at some
@@ -97,12 +97,18 @@ UNGUARDED: dict[str, tuple[Any, ...]] = {
 prompt would be what another request left in a cache; and the values that change nothing."""
 
 
+EACH_USAGE = "continuous_usage_stats"
+"""vLLM's option of a stream to tell the usage with every part."""
+
+
 @dataclass(frozen=True)
 class GuardedRequest(Generic[F_co]):
     """A request that vLLM gets as it is but for our own field, and what a policy changes of it."""
 
     form: F_co
     fields: dict[str, Any]
+    counted: bool = False
+    """Whether the engine is asked to tell the usage with every part of a stream, which is then for us alone."""
 
     @property
     def model(self) -> str:
@@ -150,6 +156,13 @@ class GuardedRequest(Generic[F_co]):
         """Whether a stream is to end with a count of tokens."""
         options = self.fields.get("stream_options")
         return isinstance(options, dict) and options.get("include_usage") is True
+
+    def counting(self) -> GuardedRequest[F_co]:
+        """The same, ``counted`` where its client wants a usage at the end alone: an answer that is cut has no end."""
+        options = self.fields.get("stream_options")
+        if not (self.streamed and self.wants_usage and isinstance(options, dict)) or options.get(EACH_USAGE):
+            return self
+        return replace(self, fields={**self.fields, "stream_options": {**options, EACH_USAGE: True}}, counted=True)
 
     def routed(self, model: str) -> GuardedRequest[F_co]:
         """The same for another model."""
@@ -263,7 +276,7 @@ def check_size(fields: dict[str, Any]) -> None:
         for one in level:
             inside = one.values() if isinstance(one, dict) else one
             found = [inner for inner in inside if isinstance(inner, str | list | dict)]
-            left -= len(one) if isinstance(one, dict) else len(found)
+            left -= 0 if is_number(one) else len(one)
             if left < 0:
                 raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
             below += [inner for inner in found if not isinstance(inner, str)]

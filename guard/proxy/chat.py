@@ -111,6 +111,9 @@ async def guarded(
         judges.ask(roles, request.unplaced) if unread is None else judges.ask_unread(roles, unread, request.unplaced)
     )
     texts = await read_texts(judges, request, services.threads.of(exchange.caller.key_hash))
+    if unread is None and judges.cuts_streams and not asked.reads:
+        # Readouts would tell how long the prompt is.
+        request = request.counting()
     sent_s = time.perf_counter()
     record.own_s = sent_s - began_s
     try:

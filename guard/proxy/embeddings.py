@@ -196,8 +196,8 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     exchange.affinity = affinity_of(request.fields)
     judges = judges_for(services.policies, exchange, request.model)
     exchange.capturing = capturing_of(judges, request, record)
-    found = await _judged_each(judges, prompts_of(request), threads)
-    together = _together(judges, found)
+    found = await judged_each(judges, prompts_of(request), NOT_READ, threads)
+    together = joined_of(judges, found)
     note(judges, together, record)
     # No gate can open.
     record.armed = ()
@@ -210,7 +210,10 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     await exchange.until_client_leaves(_embed(services, exchange, request))
 
 
-async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]], threads: TextThreads) -> list[Judged]:
+async def judged_each(
+    judges: Judges, prompts: Sequence[GuardedRequest[Texts]], not_read: Finding, threads: TextThreads
+) -> list[Judged]:
+    """Each prompt by its texts alone. ``not_read``: why the model is not read."""
     texts = await read_each(judges, prompts, threads)
 
     def judge() -> list[Judged]:
@@ -218,8 +221,8 @@ async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]],
         return [
             judged(
                 judges,
-                judges.ask(one.roles, replace(one.form.unplaced(one.fields), whole=NOT_READ.reason)),
-                NOT_READ,
+                judges.ask(one.roles, replace(one.form.unplaced(one.fields), whole=not_read.reason)),
+                not_read,
                 read,
             )
             for one, read in zip(prompts, texts, strict=True)
@@ -229,7 +232,7 @@ async def _judged_each(judges: Judges, prompts: Sequence[GuardedRequest[Texts]],
     return judge() if len(prompts) == 1 else await threads.parse(judge)
 
 
-def _together(judges: Judges, found: Sequence[Judged]) -> Judged:
+def joined_of(judges: Judges, found: Sequence[Judged]) -> Judged:
     """Of all prompts the worst decision, with the rules that hit in the others; of each detector the highest score, but
     of those that the decision rests on the ones that it was made on."""
     worst = max(found, key=lambda one: severity_of(one.decision))

@@ -19,6 +19,7 @@ from guard.proxy.exchange import JSON, Exchange
 from guard.proxy.judging import AnswerJudge, Unit
 from guard.proxy.refusal import ending, refuse
 from guard.proxy.relay import broke_off, relay_whole
+from guard.proxy.shown_items import ShownItems
 from guard.proxy.usage import came, count_event, count_whole
 from guard.proxy.verdict import blocked
 from guard.proxy.wire import DATA, Form, Frame, answer_json, compact, frames_of
@@ -105,6 +106,7 @@ class _Stream:
     withheld: Withheld = field(default_factory=Withheld)
     first: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
+    items: ShownItems = field(default_factory=ShownItems)
     released_tokens: int = 0
 
     async def run(self) -> Decision | None:
@@ -170,6 +172,8 @@ class _Stream:
             self.withheld.add(frame)
             record.seen_tokens += frame.tokens
             count_event(record, frame.data)
+            if self.request.counted and frame.data is not None and frame.data.get("choices"):
+                frame.changed |= frame.data.pop("usage", None) is not None
 
     async def _release(self, frames: list[Frame]) -> None:
         if not frames:
@@ -183,6 +187,8 @@ class _Stream:
             self.released_tokens += frame.tokens
             self.first = self.first or frame.data
             self.last = frame.data or self.last
+            if self.request.form.has_items and frame.data is not None:
+                self.items.add(frame.data)
         await self.exchange.stream(b"".join(frame.to_bytes() for frame in frames))
 
     async def _block(self, decision: Decision) -> None:
@@ -195,8 +201,7 @@ class _Stream:
         if decision.by is None:
             raise blocked(decision)
         record.outcome = "blocked"
-        await exchange.end(
-            self.request.form.cut(
-                ending(exchange, self.request, tokens=self.released_tokens, first=self.first, last=self.last)
-            )
+        facts = ending(
+            exchange, self.request, tokens=self.released_tokens, first=self.first, last=self.last, items=self.items
         )
+        await exchange.end(self.request.form.cut(facts))

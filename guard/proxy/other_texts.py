@@ -2,7 +2,8 @@
 meant for something else.
 
 Owns what in an answer is no text: what says which answer this is, kinds in one word, ids that a machine made, and bytes
-in base64. Every other string is one, whatever its field is called, so that no field passes unread.
+in base64. Every other string is one, whatever its field is called, so that no field passes unread. Numbers are where a
+model wrote them: counts, times and places are the server's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from guard.proxy.wire import KINDS, Piece
+from guard.proxy.wire import KINDS, Piece, is_number
 
 HEAD = frozenset(("id", "object", "created", "created_at", "model", "system_fingerprint", "service_tier", "provider"))
 """Of an answer as a whole: which it is. No model writes there."""
@@ -49,7 +50,19 @@ NOISE = frozenset(("obfuscation",))
 """Random letters that a provider adds so that nobody can tell lengths."""
 
 MADE_OF = frozenset(("input", "arguments", "parsed"))
-"""Fields whose objects a model made up, names and all: each is one text."""
+"""Fields whose objects and lists a model made up, names and all: each is one text."""
+
+WRITTEN = MADE_OF | {
+    "content",
+    "text",
+    "refusal",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+    "transcript",
+    "summary",
+}
+"""Fields in which a number is one that a model wrote."""
 
 LOGPROBS = frozenset(("logprobs", "prompt_logprobs"))
 SPELT = frozenset(("content", "refusal", "tokens", "top_logprobs"))
@@ -67,8 +80,8 @@ ID = re.compile(
 def other_texts(
     choice: int, value: Any, read: Iterable[Piece], *, at: str = "", known: Collection[str] = ()
 ) -> list[Piece]:
-    """All strings inside ``value`` that no piece of ``read`` has. ``at``: tells this place from others like it;
-    ``known``: fields of ``value`` itself that hold none."""
+    """All strings inside ``value`` that no piece of ``read`` has, and numbers that a model wrote. ``at``: tells this
+    place from others like it; ``known``: fields of ``value`` itself that hold none."""
     taken = {(id(piece.owner), piece.key) for piece in read if piece.spelt is None}
     return [
         Piece(choice, f"beside:{at}{path}:", owner, key) for path, owner, key in _strings(value, "", taken, set(known))
@@ -87,8 +100,8 @@ def _strings(
         if isinstance(inner, str):
             if inner and not _is_no_text(key, inner):
                 yield f"{path}.{place}", value, key
-        elif key in MADE_OF and isinstance(inner, dict):
-            if inner:
+        elif (key in WRITTEN and is_number(inner)) or (key in MADE_OF and isinstance(inner, dict | list)):
+            if inner not in ({}, []):
                 yield f"{path}.{place}", value, key
         elif isinstance(inner, dict) or (isinstance(inner, list) and key not in LOGPROBS):
             yield from _strings(inner, f"{path}.{place}", taken, SPELT if key in LOGPROBS else ())

@@ -18,7 +18,7 @@ from typing import Any
 from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError
 from guard.proxy.provider_file import read_providers
-from guard.proxy.wire import DATA, DONE, compact
+from guard.proxy.wire import DATA, DONE, TOOL_KINDS, compact
 from guard.settings import SettingsError
 
 UNREAD = "another provider serves this model, and nothing inside it can be read"
@@ -34,13 +34,25 @@ SENT: Mapping[str, tuple[str, ...]] = {
         *("messages", *SAMPLING, "audio", "function_call", "functions", "logprobs", "max_completion_tokens"),
         *("modalities", "parallel_tool_calls", "prediction", "prompt_cache_key", "reasoning_effort"),
         *("response_format", "safety_identifier", "service_tier", "store", "tool_choice", "tools", "top_logprobs"),
-        *("verbosity", "web_search_options"),
+        "verbosity",
     ),
     COMPLETIONS: ("prompt", *SAMPLING, "best_of", "echo", "logprobs", "suffix"),
     EMBEDDINGS: ("input", "dimensions", "encoding_format", "user"),
 }
 """The APIs that these models answer, and the fields of OpenAI's own. Nothing else goes to litellm: there a field may be
 an address, to which it would send the provider's key."""
+
+METADATA = "metadata"
+"""A field of OpenAI's own too, of chats; litellm takes one of this name for its own and passes it to nobody."""
+
+KEEP_METADATA = ("openai", "azure")
+"""Providers, by litellm's names, whose API has that field."""
+
+LIMITS_OF_METADATA = (16, 64, 512)
+"""OpenAI's: pairs, and characters of a key and of a value."""
+
+SEARCH = "web_search_options"
+FETCHED = "the provider would put into the prompt what nobody reads here"
 
 
 CONVENTION_NAMES: Mapping[str, str] = {
@@ -91,7 +103,7 @@ class Providers:
 
     async def _open(self, path: str, fields: Mapping[str, Any], reply: _Reply) -> Answer:
         model = self._models[fields["model"]]
-        call, arguments = self._call(path), _arguments(path, fields)
+        call, arguments = self._call(path), _arguments(path, fields, model.model.partition("/")[0])
         arguments |= {"model": model.model, "timeout": self._timeout_s, "max_retries": 0, "num_retries": 0}
         arguments["api_key"] = self._keys.get(model.api_key_env or "")
         arguments["api_base"] = model.api_base
@@ -111,13 +123,42 @@ class Providers:
         return call
 
 
-def _arguments(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ``InvalidRequestError`` for a field that the provider would not get: a silence there is no answer."""
-    sent = SENT.get(path, ())
-    if unknown := sorted(fields.keys() - {*sent, "model"}):
+def _arguments(path: str, fields: Mapping[str, Any], provider: str) -> dict[str, Any]:
+    """Raises ``InvalidRequestError`` for a field that the provider would not get: a silence there is no answer; and for
+    what it would fetch by itself."""
+    sent, beside = SENT.get(path, ()), {METADATA} if path == CHAT and provider in KEEP_METADATA else set()
+    _check_fetches_nothing(fields)
+    if unknown := sorted(fields.keys() - {*sent, *beside, "model"}):
         name = unknown[0]
         raise InvalidRequestError(f"{name} is not passed to the other provider that serves this model", name)
-    return {name: value for name, value in fields.items() if name in sent and value is not None}
+    arguments = {name: value for name, value in fields.items() if name in sent and value is not None}
+    if fields.get(METADATA) is not None:
+        arguments["extra_body"] = {METADATA: _metadata(fields[METADATA])}
+    return arguments
+
+
+def _check_fetches_nothing(fields: Mapping[str, Any]) -> None:
+    """Raises ``InvalidRequestError`` for tools that the provider would call itself."""
+    if fields.get(SEARCH) is not None:
+        raise InvalidRequestError(f"{SEARCH}: {FETCHED}", SEARCH)
+    tools = fields.get("tools")
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if not isinstance(tool, dict) or tool.get("type") not in TOOL_KINDS:
+            where = f"tools[{i}]"
+            raise InvalidRequestError(f"{where} must be of type {' or '.join(TOOL_KINDS)}: {FETCHED}", where)
+
+
+def _metadata(given: Any) -> dict[str, str]:
+    """Raises ``InvalidRequestError`` for what is not as OpenAI's API has it."""
+    pairs = given.items() if isinstance(given, dict) else None
+    if pairs is None or not all(isinstance(value, str) for _, value in pairs):
+        raise InvalidRequestError("metadata must be an object of texts", METADATA)
+    longest = (max(map(len, part), default=0) for part in (given, given.values()))
+    if any(size > most for size, most in zip((len(given), *longest), LIMITS_OF_METADATA, strict=True)):
+        raise InvalidRequestError(
+            "metadata may have {} pairs, keys of {} and values of {} characters".format(*LIMITS_OF_METADATA), METADATA
+        )
+    return dict(given)
 
 
 class _Reply:

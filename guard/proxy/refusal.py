@@ -10,6 +10,7 @@ from typing import Any
 
 from guard.proxy.body import GuardedRequest
 from guard.proxy.exchange import JSON, Exchange
+from guard.proxy.shown_items import ShownItems
 from guard.proxy.wire import Ending, Form, compact
 
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8"}
@@ -22,6 +23,7 @@ def ending(
     tokens: int = 0,
     first: dict[str, Any] | None = None,
     last: dict[str, Any] | None = None,
+    items: ShownItems | None = None,
 ) -> Ending:
     """What an answer that ends here says. tokens: of the answer, as many as the client got."""
     record = exchange.record
@@ -35,6 +37,7 @@ def ending(
         tokens,
         first,
         last,
+        items,
     )
 
 

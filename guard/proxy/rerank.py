@@ -1,8 +1,9 @@
 """Reranking, in the shape that Jina and Cohere have made common: the model's own attention orders documents by a query.
 
 Owns this API's bodies, its stages and its answer. Nothing is generated but one token that is thrown away, so only text
-is judged: the query as what a user says, each document as what comes from outside (role ``tool``). Detectors that read
-the model are calibrated on conversations; they are unavailable here, never clean: ``on_error`` decides.
+is judged: the query as what a user says, each document as what comes from outside (role ``tool``), all together and
+each by itself, since many clean documents do not make up for one that is not. Detectors that read the model are
+calibrated on conversations; they are unavailable here, never clean: ``on_error`` decides.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from guard.blank_text import mistake_in
 from guard.mia.results import Readouts
+from guard.policy import Decision
 from guard.policy.judged_paths import RERANK
 from guard.policy.measuring import Unplaced
 from guard.policy.schema import Action
@@ -23,6 +25,7 @@ from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Whole
 from guard.proxy.body import GuardedRequest, parsed
+from guard.proxy.embeddings import joined_of, judged_each
 from guard.proxy.errors import (
     InvalidRequestError,
     RedactionError,
@@ -37,7 +40,7 @@ from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
 from guard.proxy.usage import expect_nothing
-from guard.proxy.verdict import blocked, judge, read_texts, spec_refusal_of
+from guard.proxy.verdict import blocked, note, spec_refusal_of
 from guard.proxy.wire import Fields, Slot, Texts
 from guard.proxy.wire_choices import chat_form
 from guard.uses.parts import UnreadableError
@@ -113,6 +116,25 @@ rerank_form = Texts(
 )
 
 
+text_form = Texts(
+    route=RERANK[0],
+    check=lambda fields: None,
+    roles=lambda fields: (fields["role"],),
+    slots=lambda fields: [Slot(0, 0, fields, "text")],
+    beside=lambda fields: [],
+    unread=lambda fields: "",
+    unplaced=lambda fields: UNREAD,
+)
+"""One text of such a request, with its role."""
+
+
+def _prompts_of(request: GuardedRequest[Texts]) -> list[GuardedRequest[Texts]]:
+    """The request, and each text of it as one of its own."""
+    texts = zip(request.roles, request.form.slots(request.fields), strict=True)
+    alone = [{"model": request.model, "role": role, "text": slot.text} for role, slot in texts]
+    return [request, *(GuardedRequest(text_form, fields) for fields in alone)]
+
+
 def reranking(config: RerankerConfig, path: str) -> Handler:
     """The handler of one path. It raises ``ApiError`` or ``ClientGoneError`` for every end but an answer."""
 
@@ -128,22 +150,29 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
         if reason := services.unread(request.model):
             raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
         judges = judges_for(services.policies, exchange, request.model)
-        asked, texts = judges.ask(request.roles, request.unplaced), await read_texts(judges, request, threads)
-        decision = judge(judges, asked, NOT_READ, record, texts)
+        found = await judged_each(judges, _prompts_of(request), NOT_READ, threads)
+        together = joined_of(judges, found)
+        note(judges, together, record)
         # No gate can open.
         record.armed = ()
         record.own_s = time.perf_counter() - began_s
-        if decision.action == "block":
-            raise blocked(decision)
-        if decision.action in STEERS:
-            raise SteeringError(f"rule {decision.rule} steers, which an order of documents cannot be")
-        if decision.action == "route":
-            raise RoutingError(f"rule {decision.rule} routes to a model whose heads the reranker does not know")
-        if decision.action == "redact":
-            raise RedactionError(f"rule {decision.rule} redacts, which leaves texts that have no order")
+        if together.decision.action == "block":
+            raise blocked(together.decision)
+        for decision in (one.decision for one in found):
+            _check_changes_nothing(decision)
         await exchange.until_client_leaves(_rerank(services, exchange, request, config, path))
 
     return handle
+
+
+def _check_changes_nothing(decision: Decision) -> None:
+    """Raises ``ApiError`` for what cannot be done to texts that are to be ordered."""
+    if decision.action in STEERS:
+        raise SteeringError(f"rule {decision.rule} steers, which an order of documents cannot be")
+    if decision.action == "route":
+        raise RoutingError(f"rule {decision.rule} routes to a model whose heads the reranker does not know")
+    if decision.action == "redact":
+        raise RedactionError(f"rule {decision.rule} redacts, which leaves texts that have no order")
 
 
 async def _rerank(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from guard.policy.conversation import DOCUMENTS, KNOWN_ROLES, OF_USERS
 from guard.policy.measuring import PLACED, Unplaced
 from guard.proxy.errors import InvalidRequestError, UpstreamError
+from guard.proxy.shown_items import ShownItems
 
 Fields = dict[str, Any]
 
@@ -23,7 +24,8 @@ Fields = dict[str, Any]
 @dataclass(frozen=True)
 class Slot:
     """One text of a request, where it stands: part ``part`` of message ``message``, counted as the model sees them; no
-    part of its content where that is negative. ``instead``: what alone can stand there in its place; None: any text."""
+    part of its content where that is negative. ``instead``: what alone can stand there in its place; None: any text.
+    A number is a text as well, as JSON spells it."""
 
     message: int
     part: int
@@ -36,7 +38,10 @@ class Slot:
         return _text(self.owner[self.key])
 
     def replace(self, text: str) -> None:
-        self.owner[self.key] = _like(self.owner[self.key], text if self.instead is None else self.instead)
+        """Put another text there. A number becomes the least of its kind, as the engine may take nothing else there."""
+        old = self.owner[self.key]
+        least = type(old)() if is_number(old) or isinstance(old, bool) else None
+        self.owner[self.key] = _like(old, text if self.instead is None else self.instead) if least is None else least
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,14 @@ def _text(value: Any) -> str:
 
 
 def _like(old: Any, text: str) -> Any:
-    return text if isinstance(old, str) else {"redacted": text}
+    return text if isinstance(old, str | int | float) else {"redacted": text}
+
+
+def is_number(value: Any) -> bool:
+    """Also a list of nothing but numbers: templates print it as one text."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(one, int | float) for one in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 TOKENS = "logprobs."
@@ -185,7 +197,8 @@ def _spelt(entries: list[Any]) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """An answer that the guard ends. ``first`` and ``last``: what of a stream the client got, None where nothing."""
+    """An answer that the guard ends. ``first`` and ``last``: what of a stream the client got, None where nothing;
+    ``items``: what it has of a response's."""
 
     request_id: str
     model: str
@@ -195,6 +208,7 @@ class Ending:
     completion_tokens: int = 0
     first: Mapping[str, Any] | None = None
     last: Mapping[str, Any] | None = None
+    items: ShownItems | None = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +238,7 @@ class Form(Texts):
     ``pieces``: of a whole answer or of one event of a stream. ``parts``: an event as one for each choice, with its
     choice. ``ends``: whether a frame is an answer's last. ``refusal`` and ``refusal_stream``: an answer that is the
     guard's text. ``cut``: what ends a stream that has begun. ``named_errors``: errors have a type, and an event's name.
+    ``has_items``: an answer's last event has all that was said, as items.
     """
 
     choices: Callable[[Fields], int]
@@ -236,6 +251,7 @@ class Form(Texts):
     refusal_stream: Callable[[Ending, str], bytes]
     cut: Callable[[Ending], bytes]
     named_errors: bool = False
+    has_items: bool = False
 
 
 @dataclass
@@ -386,8 +402,12 @@ they have; of all else everything as it is, names too."""
 
 
 def strings(message: int, value: Any, slots: Iterable[Slot] = (), *, place: Place = "part") -> Iterator[Slot]:
-    """Every string inside, names of fields too, but for what says how a message is built, and for what ``slots``
-    have. ``place``: what ``value`` is."""
+    """Every string and number inside, names of fields too, but for what says how a message is built, and for what
+    ``slots`` have; of true and false those that templates print. ``place``: what ``value`` is."""
+    if is_number(value):
+        # A copy: it is read, and the engine takes no numbers where this is what a field of texts has.
+        yield Slot(message, -1, [value], 0)
+        return
     taken = {(id(slot.owner), slot.key) for slot in slots}
     waiting: list[tuple[Any, Place]] = [(value, place)]
     while waiting:
@@ -410,7 +430,9 @@ def strings(message: int, value: Any, slots: Iterable[Slot] = (), *, place: Plac
             if at != "part" and named and key not in SAID_ANYWAY:
                 # A copy: a name is read, and stays.
                 yield Slot(message, -1, [key], 0)
-            if not isinstance(inner, str):
+            if is_number(inner) or (isinstance(inner, bool) and at != "part" and key not in SAID_ANYWAY):
+                yield Slot(message, -1, one, key)
+            elif not isinstance(inner, str):
                 waiting.append((inner, _place_of(key, at) if isinstance(key, str) else at))
             elif key != "type" or inner not in TOOL_KINDS:
                 yield Slot(message, -1, one, key)
@@ -519,7 +541,7 @@ def around(fields: Fields) -> list[Slot]:
 
 def _texts_at(message: int, owner: Fields, name: str) -> list[Slot]:
     value = owner.get(name)
-    if isinstance(value, str):
+    if isinstance(value, str) or is_number(value):
         return [Slot(message, -1, owner, name)]
     return list(strings(message, value, place="raw"))
 

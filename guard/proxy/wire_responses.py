@@ -203,7 +203,10 @@ def _of_item(at: str, item: Fields) -> list[tuple[str, Any, Any]]:
     for name in ("action", "output", "outputs", "results", "queries", "error"):
         if isinstance(item.get(name), str):
             found.append((f"{at}.item.{name}", item, name))
-        found += [(f"{at}.item.{name}.{i}", slot.owner, slot.key) for i, slot in enumerate(strings(0, item.get(name)))]
+        written = (
+            slot for slot in strings(0, item.get(name)) if name == "action" or isinstance(slot.owner[slot.key], str)
+        )
+        found += [(f"{at}.item.{name}.{i}", slot.owner, slot.key) for i, slot in enumerate(written)]
     for list_name in SUMMARIES:
         for j, part in enumerate(item.get(list_name) or ()):
             found += _of_part(f"{at}.{list_name}.{j}", part)

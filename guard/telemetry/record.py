@@ -317,8 +317,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "rules": "All enforced rules that hit, on answers before the last one too.",
     "hits": "Rules that hit or could not be judged, shadow rules too, each with its reason.",
     "prompt_action": "What the rules for prompts alone decided.",
-    "prompt_way": "Hash of what was done to the request by that: vectors, messages and replacement, model, gated "
-    "steerings; empty where nothing was. Replay compares it.",
+    "prompt_way": "Hash of what was done by that: vectors, messages and replacement, model, gated steerings, an answer "
+    "in the policy's words; empty where nothing was. Replay compares it.",
     "armed": "Rules whose gated steering went with the request: the engine opened it, or not.",
     "gates": "What the engine told of each gate by its rule, at the end of the answer: choices, in how many it opened, "
     "first_at (position of the first token that was steered), reason why it could not open. Nothing of a rule whose "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 import time
+import unicodedata
 
 import pytest
 from hypothesis import given, settings
@@ -72,7 +74,10 @@ def test_what_json_escapes_is_read_as_it_was(text: str, times: int) -> None:
 
 @pytest.mark.parametrize(
     ("shown", "plain"),
-    [("\u65e5", "\u65e5"), ("\ufb01", "fi"), ("\u0416", "\u0416"), ("\u00b2", "2"), ("\u200b", ""), ("\u00a0", " ")],
+    [
+        *(("\u65e5", "\u65e5"), ("\ufb01", "fi"), ("\u0416", "\u0416"), ("\u00b2", "2"), ("\u200b", "")),
+        *(("\u00a0", " "), ("\u1680", " "), ("\u2028", "\n"), ("\u2029", "\n"), ("\u00bd", "1\u20442")),
+    ],
 )
 def test_what_looks_like_no_ascii_letter_stays(shown: str, plain: str) -> None:
     assert plain_form(shown) == plain
@@ -99,3 +104,43 @@ def test_the_longest_texts_are_read_quickly(text: str) -> None:
 def test_a_reading_gives_up_when_nobody_waits_for_it() -> None:
     with until(Deadline(time.monotonic() - 1)), pytest.raises(TooLateError):
         list(other_readings("s\u200becret"))
+
+
+def named(pattern: str) -> dict[str, str]:
+    """Characters whose Unicode name is of this kind, with what its last group says."""
+    found = {}
+    for one in map(chr, range(0x80, 0x110000)):
+        if (name := re.fullmatch(pattern, unicodedata.name(one, ""))) is not None:
+            found[one] = name[1]
+    return found
+
+
+def test_every_letter_in_a_circle_a_square_or_brackets_is_the_letter() -> None:
+    drawn = (
+        r".*(?:CIRCLED|SQUARED|PARENTHESIZED|BRACKETED|INDICATOR SYMBOL)(?: LATIN)?(?: SMALL| CAPITAL)? LETTER ([A-Z])"
+    )
+    letters = named(drawn)
+    assert len(letters) > 180
+    assert {one: plain_form(one).upper() for one in letters} == letters
+
+
+def test_every_digit_however_it_is_drawn_is_the_digit() -> None:
+    digits = {one: str(digit) for one in map(chr, range(0x80, 0x110000))
+              if (digit := unicodedata.digit(one, None)) is not None}  # fmt: skip
+    assert len(digits) > 700
+    assert {one: plain_form(one) for one in digits} == digits
+
+
+def test_nothing_that_unicode_has_ignored_by_default_is_in_a_reading() -> None:
+    ranges = (
+        *((0xAD, 0xAD), (0x34F, 0x34F), (0x61C, 0x61C), (0x115F, 0x1160), (0x17B4, 0x17B5), (0x180B, 0x180F)),
+        *((0x200B, 0x200F), (0x202A, 0x202E), (0x2060, 0x206F), (0x3164, 0x3164), (0xFE00, 0xFE0F), (0xFEFF, 0xFEFF)),
+        *((0xFFA0, 0xFFA0), (0xFFF0, 0xFFFB), (0x1BCA0, 0x1BCA3), (0x1D173, 0x1D17A), (0xE0000, 0xE0FFF)),
+    )
+    assert not [hex(i) for first, last in ranges for i in range(first, last + 1) if plain_form(chr(i))]
+
+
+@pytest.mark.parametrize("stroke", ["\u04cf", "\u04c0", "\u0399", "\u0406"])
+def test_a_stroke_is_read_as_an_l_and_as_an_i(stroke: str) -> None:
+    assert any("delete" in one.text.lower() for one in other_readings(f"de{stroke}ete"))
+    assert any("ignore" in one.text.lower() for one in other_readings(f"{stroke}gnore"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from guard.mia.spec import HiddenCapture
 
 @dataclass
 class Words:
-    """1 where a text has ``secret`` or digits in a row, else 0."""
+    """1 where a text has ``secret``, in letters of any size, or digits in a row, else 0."""
 
     kind: str = "words"
     thresholds: Mapping[str, float] = None  # type: ignore[assignment]
@@ -29,8 +29,20 @@ class Words:
             raise RuntimeError(text)
         if "slow" in text:
             time.sleep(0.6)  # as a detector of somebody else's may
-        spans = tuple(match.span() for match in re.finditer(r"secret|\d{4,}", text))
+        spans = tuple(match.span() for match in re.finditer(r"(?i:secret)|\d{4,}", text))
         return Score("scored", 1.0 if spans else 0.0, spans=spans)
+
+
+@dataclass
+class Share:
+    """The share of words that are bad, as of a detector that a long text dilutes."""
+
+    kind: str = "share"
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+
+    def score_text(self, text: str) -> Score:
+        words = text.split()
+        return Score("scored", words.count("bad") / max(1, len(words)))
 
 
 @dataclass

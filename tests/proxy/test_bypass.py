@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from detectors.base import Score
 from guard.policy.judged_paths import EMBEDDINGS
 from tests.proxy.conftest import BLOCKED, BODY, CLEAN, POLICY, Proxy, StartProxy
-from tests.proxy.detectors import register
+from tests.proxy.detectors import Words, register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_endpoints import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES, streams
 from tests.proxy.test_streaming import DONE, chunk, chunks, finishes, policy, said
@@ -28,6 +29,28 @@ rules:
   - {name: leak, when: {detector: text, at_least: 0.5}, action: block}
 """
 USERS_RULE = PROMPT_RULE.replace("{kind: words}", "{kind: words, scope: user}")
+
+ENCLOSED = {
+    "letters in brackets": 0x249C,
+    "capitals in brackets": 0x1F110,
+    "letters in squares": 0x1F130,
+    "letters in black circles": 0x1F150,
+    "letters in black squares": 0x1F170,
+    "letters that make flags": 0x1F1E6,
+}
+"""Where in Unicode the alphabet begins that is so drawn."""
+
+NUMBERED = {
+    "digits in brackets": 0x2474,
+    "digits with a full stop": 0x2488,
+    "digits with a comma": 0x1F102,
+    "digits in two circles": 0x24F5,
+    "digits in black circles": 0x2776,
+    "digits in circles, without serifs": 0x2780,
+    "digits in black circles, without serifs": 0x278A,
+    "numbers in black circles": 0x24EB,
+}
+"""Where the digits from 1 on begin, or numbers of two digits."""
 
 DISGUISES = {
     "Cyrillic letters that look the same": "\u0455\u0435\u0441ret",
@@ -55,6 +78,13 @@ DISGUISES = {
     "a long s": "\u017fecret",
     "letters with hooks and strokes": "\u0282\u0247\u023c\u027d\u0247\u0167",
     "digits of another script": "\u0661\u0662\u0663\u0664",
+    "Cyrillic letters of another shape in print": "secre\u0442",
+    "Greek letters that look much the same": "s\u03b5cr\u03b5\u03c4",
+    "letters turned and opened": "s\u01ddcr\u025bt",
+    **{name: "".join(chr(first + ord(one) - 97) for one in "secret") for name, first in ENCLOSED.items()},
+    "a musical sign without an image": "sec\U0001d159ret",
+    "a sign for an object that is not there": "sec\ufffcret",
+    **{name: "".join(chr(first + one) for one in range(4)) for name, first in NUMBERED.items()},
     "fullwidth digits": "\uff11\uff12\uff13\uff14",
 }
 
@@ -314,6 +344,91 @@ async def test_no_place_of_a_request_hides_a_word(start_proxy: StartProxy) -> No
     async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
         assert await outcomes(proxy, PLACES) == dict.fromkeys(PLACES, (400, "leak"))
         assert not engine.bodies
+
+
+NUMBER = 123456789
+NUMBERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "of a tool's parameter": (
+        CHAT,
+        {**BODY, "tools": [{**TOOL, "function": {"parameters": {"properties": {"x": {"default": NUMBER}}}}}]},
+    ),
+    "of an argument of the template": (CHAT, {**BODY, "chat_template_kwargs": {"date_string": NUMBER}}),
+    "with a point": (CHAT, {**BODY, "chat_template_kwargs": {"date_string": NUMBER / 4}}),
+    "of a list": (CHAT, {**BODY, "chat_template_kwargs": {"dates": [1, NUMBER]}}),
+    "of a list beside a text": (CHAT, {**BODY, "chat_template_kwargs": {"dates": ["a", NUMBER]}}),
+    "of a list of lists": (CHAT, {**BODY, "chat_template_kwargs": {"dates": [[1], [NUMBER]]}}),
+    "of a document": (CHAT, {**BODY, "documents": [{"text": NUMBER}]}),
+    "that is a document": (CHAT, {**BODY, "documents": [NUMBER]}),
+    "of a document in the template's arguments": (
+        CHAT, {**BODY, "chat_template_kwargs": {"documents": [{"text": NUMBER}]}},
+    ),
+    "of a call": (CHAT, call_with(extra=NUMBER)),
+    "that is a call's arguments": (CHAT, called(NUMBER)),
+    "in a call's arguments": (CHAT, called({"a": NUMBER})),
+    "that is a call's id": (CHAT, turn(tool_calls=[{**CALL, "id": NUMBER}])),
+    "of a message": (CHAT, {**BODY, "messages": [{**BODY["messages"][0], "name": NUMBER}]}),
+    "that is a message's text": (CHAT, {**BODY, "messages": [{"role": "user", "content": NUMBER}]}),
+    "that is a part's text": (CHAT, content({"type": "text", "text": NUMBER})),
+    "of a form of answers": (
+        CHAT,
+        {
+            **BODY,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": NUMBER, "enum": [NUMBER]}}},
+        },
+    ),
+    "of blocks' tools": (MESSAGES, {**BODIES[MESSAGES], "tools": [{"name": "f", "input_schema": {"default": NUMBER}}]}),
+    "of a block's input": (
+        MESSAGES,
+        {
+            **BODIES[MESSAGES],
+            "messages": [{"role": "assistant", "content": [{**USE, "input": {"a": NUMBER}}]}],
+        },
+    ),
+    "of an item's tools": (
+        RESPONSES,
+        {**BODIES[RESPONSES], "tools": [{"type": "function", "name": "f", "parameters": {"default": NUMBER}}]},
+    ),
+    "beside a message to embed": (
+        EMBEDDINGS,
+        {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "x": NUMBER}]},
+    ),
+}  # fmt: skip
+"""Numbers in requests, by where they stand."""
+
+
+async def test_no_number_of_a_request_passes_unread(start_proxy: StartProxy) -> None:
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        assert await outcomes(proxy, NUMBERS) == dict.fromkeys(NUMBERS, (400, "leak"))
+        assert not engine.bodies
+        sampling = {"max_tokens": NUMBER, "seed": NUMBER, "logit_bias": {"5": 1}, "stop_token_ids": [NUMBER]}
+        assert (await proxy.post({**BODY, **sampling}))[0] == 200
+
+
+async def test_true_and_false_are_read_where_templates_print_them(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(Words, "score_text", lambda self, text: read.append(text) or Score("scored", 0.0))
+    body = {
+        **BODY,
+        "chat_template_kwargs": {"sure": True},
+        "tools": [{**TOOL, "function": {"strict": True, "x": False}}],
+    }
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        assert (await proxy.post(body))[0] == 200
+    assert [line for line in read[0].split("\n") if line in ("true", "false")] == ["false", "true"]
+
+
+async def test_a_redacted_number_is_nought_and_the_engine_takes_it(start_proxy: StartProxy) -> None:
+    text = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [tool_results, assistant]}")
+    call = {**CALL, "function": {"name": "f", "arguments": "{}", "extra": NUMBER, "sure": True, "list": [NUMBER, 5]}}
+    asked = {**turn(tool_calls=[call]), "documents": [{"text": NUMBER, "at": 1.5}, NUMBER]}
+    async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
+        assert (await proxy.post(asked))[0] == 200
+    (sent,) = engine.bodies
+    assert str(NUMBER) not in json.dumps(sent)
+    function = sent["messages"][1]["tool_calls"][0]["function"]
+    assert (function["extra"], function["sure"], function["list"]) == (0, False, [])
 
 
 async def test_what_no_model_reads_as_text_trips_nothing(start_proxy: StartProxy) -> None:
@@ -624,6 +739,13 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "a picture's address": (CHAT, {"delta": {"images": [{"image_url": {"url": "https://secret"}}]}}),
     "a provider's own fields": (CHAT, {"delta": {"provider_specific_fields": {"a": [{"b": "secret"}]}}}),
     "words in parts": (CHAT, {"delta": {"content": [{"type": "text", "text": "secret"}]}}),
+    "numbers in what was parsed": (CHAT, {"delta": {"parsed": {"a": 123456789}}}),
+    "a number that was parsed": (CHAT, {"delta": {"parsed": 123456789}}),
+    "numbers that were parsed": (CHAT, {"delta": {"parsed": ["a", 123456789]}}),
+    "a number for words": (CHAT, {"delta": {"content": 123456789}}),
+    "a number for a call's arguments": (
+        CHAT, {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": 123456789}}]}},
+    ),
     "a call's id": (CHAT, {"delta": {"tool_calls": [{"index": 0, "id": "functions.secret:0", "function": {}}]}}),
     "a kind that is none": (CHAT, {"delta": {"type": "a secret"}}),
     "no text, and words": (CHAT, {"text": None, "delta": {"content": "secret"}}),
@@ -685,7 +807,7 @@ async def test_no_field_of_a_streams_events_hides_a_word(start_proxy: StartProxy
         for number, (name, (path, one)) in enumerate(UNUSUAL.items(), start=1):
             engine.frames = unusual(path, one)
             status, _, raw = await proxy.post({**BODIES[path], "stream": True}, path=path)
-            assert b"secret" not in raw, name
+            assert not [one for one in (b"secret", b"123456789") if one in raw], name
             assert (await proxy.entries(number))[-1]["action"] == action, name
             # Nothing of a window's answer may have left yet.
             assert status in {("hold", "block"): (400,), ("window", "block"): (200, 400)}.get(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from detectors import registry
-from detectors.base import Score
 from tests.proxy.conftest import StartProxy
-from tests.proxy.detectors import register
+from tests.proxy.detectors import Share, register
 from tests.proxy.engine import FakeEngine, running
 
 
@@ -62,18 +59,6 @@ async def test_of_several_conversations_to_embed_only_those_that_hit_are_redacte
         assert engine.bodies[0]["messages"] == [said("gone", "gone"), said("two"), said("gone", "gone")]
         await proxy.post({"model": "tiny", "input": ["one", "a secret", [5, 6]]}, path="/v1/embeddings")
         assert engine.bodies[1]["input"] == ["one", "gone", [5, 6]]
-
-
-@dataclass
-class Share:
-    """The share of words that are bad, as of a detector that a long text dilutes."""
-
-    kind: str = "share"
-    thresholds: Mapping[str, float] = field(default_factory=dict)
-
-    def score_text(self, text: str) -> Score:
-        words = text.split()
-        return Score("scored", words.count("bad") / max(1, len(words)))
 
 
 async def test_many_clean_texts_to_embed_do_not_make_up_for_one_that_is_not(

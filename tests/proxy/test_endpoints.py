@@ -11,6 +11,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from detectors import registry
 from guard.policy.judged_paths import ANSWERS, EMBEDDINGS, JUDGED, RERANK
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
@@ -18,7 +19,7 @@ from guard.proxy.services import FORMS, GUARDED
 from guard.proxy.wire import Form
 from guard.settings import SettingsError
 from tests.proxy.conftest import BLOCKED, BODY, FLAGGED, POLICY, STEERED, Proxy, StartProxy, write_probe
-from tests.proxy.detectors import register
+from tests.proxy.detectors import Share, register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_streaming import policy
 
@@ -212,6 +213,13 @@ async def test_window_cuts_a_stream_in_the_apis_own_way(start_proxy: StartProxy,
             )
             numbers = [event.sequence_number for event in events]
             assert numbers == list(range(len(numbers)))
+            said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            assert said.startswith("The")
+            assert events[-1].response.output_text == said
+            assert events[-1].response.output[0].status == "incomplete"
+            ends = [f"response.{name}.done" for name in ("output_text", "content_part", "output_item")]
+            assert [event.type for event in events[-4:-1]] == ends
+            assert events[-4].text == events[-3].part.text == events[-2].item.content[0].text == said
         elif route == MESSAGES:
             names = [line.removeprefix("event: ") for line in raw.decode().splitlines() if line.startswith("event: ")]
             assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -219,6 +227,58 @@ async def test_window_cuts_a_stream_in_the_apis_own_way(start_proxy: StartProxy,
         else:
             assert b'"finish_reason":"content_filter"' in raw
             assert raw.endswith(END)
+
+
+def of_response(values: list[dict[str, Any]]) -> list[bytes]:
+    """A stream of these events, with what opens and ends a response around them."""
+    begun, ended = streams(RESPONSES, ("x",))[0], {"type": "response.completed", "response": RESPONSE}
+    return [begun, *(frame({**one, "sequence_number": i}, one["type"]) for i, one in enumerate([*values, ended], 1))]
+
+
+def part_events(words: tuple[str, ...], index: int, kind: str, part_kind: str, *, ends: bool) -> list[dict[str, Any]]:
+    at = {"item_id": "x", "output_index": index, "content_index": 0}
+    part = {"type": kind, "text": "".join(words)}
+    said = [{"type": f"response.{kind}.delta", **at, "delta": word} for word in words]
+    done = [
+        {"type": f"response.{kind}.done", **at, "text": part["text"]},
+        {"type": f"response.{part_kind}.done", **at, "part": part},
+    ]
+    return said + (done if ends else [])
+
+
+async def test_a_response_that_is_cut_has_the_items_that_were_said_and_no_half_of_a_call(
+    start_proxy: StartProxy,
+) -> None:
+    thought = {"id": "r", "type": "reasoning", "summary": [], "content": []}
+    call = {"id": "f", "type": "function_call", "call_id": "1", "name": "f", "arguments": "", "status": "in_progress"}
+    thinking = [
+        {"type": "response.output_item.added", "output_index": 0, "item": thought},
+        *part_events(("so", " it", " is"), 0, "reasoning_text", "reasoning_part", ends=True),
+    ]
+    whole_thought = {**thought, "content": [{"type": "reasoning_text", "text": "so it is"}]}
+    calling = [
+        {"type": "response.output_item.done", "output_index": 0, "item": whole_thought},
+        {"type": "response.output_item.added", "output_index": 1, "item": call},
+        *({"type": "response.function_call_arguments.delta", "output_index": 1, "item_id": "f", "delta": word}
+          for word in ("{", '"a": ', '"b", ', '"c": ', '"secret', '"}', " ", " ")),
+    ]  # fmt: skip
+    leak = part_events(
+        ("a", " b", " c", " d", " secret", " e", " f"), 0, "reasoning_text", "reasoning_part", ends=False
+    )
+    async with running(FakeEngine(word_delay_s=0.01)) as engine, start_proxy(engine, policy("window")) as proxy:
+        engine.frames = of_response(thinking + calling)
+        events = [event async for event in await client(proxy).responses.create(**body_of(RESPONSES, True))]
+        assert [one.type for one in events[-1].response.output] == ["reasoning"]
+        assert "function_call_arguments.done" not in "".join(event.type for event in events)
+        assert any(event.type == "response.function_call_arguments.delta" for event in events)
+        engine.frames = of_response(thinking[:1] + leak)
+        events = [event async for event in await client(proxy).responses.create(**body_of(RESPONSES, True))]
+        said = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        assert said.startswith("a")
+        (item,) = events[-1].response.output
+        assert (item.content[0].text, item.status) == (said, "incomplete")
+        ends = [f"response.{name}.done" for name in ("reasoning_text", "reasoning_part", "output_item")]
+        assert [event.type for event in events[-4:]] == [*ends, "response.incomplete"]
 
 
 @every
@@ -620,6 +680,28 @@ async def test_a_fault_of_the_engine_while_documents_are_ranked_is_an_error_of_t
         engine.error = (503, {"error": {"message": "later"}}, {"retry-after": "7"})
         status, headers, _ = await proxy.post(RERANKED, path="/v1/rerank")
         assert (status, headers["retry-after"]) == (503, "7")
+
+
+@pytest.mark.parametrize("scope", ["", "tool"])
+async def test_clean_texts_do_not_make_up_for_one_document_or_query_that_is_not(
+    start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    monkeypatch.setitem(registry.BUILT_IN, "share", lambda _path: Share())
+    use = f"{{kind: share, scope: {scope}}}" if scope else "{kind: share}"
+    text = f"""version: 1
+name: p
+detectors: {{text: {use}}}
+rules: [{{name: bad, when: {{detector: text, at_least: 0.6}}, action: block}}]
+"""
+    many = [f"clean {i}" for i in range(20)]
+    async with running(FakeEngine()) as engine, start_proxy(engine, text, **reranking(tmp_path)) as proxy:
+        for documents in (["bad bad"], ["bad bad", *many], [*many, {"text": "bad bad"}]):
+            status, headers, _ = await proxy.post({**RERANKED, "documents": documents}, path=RERANK[0])
+            assert (status, headers["x-guard-rules"]) == (400, "bad")
+        assert [one["scores"]["text"] >= 0.6 for one in await proxy.entries(3)] == [True] * 3
+        status, *_ = await proxy.post({**RERANKED, "query": "bad bad", "documents": many}, path=RERANK[0])
+        # A query is no tool's.
+        assert (status == 400) == (scope == "")
 
 
 @pytest.mark.parametrize("replacement", ["gone", "' '"])

@@ -151,6 +151,47 @@ async def test_what_would_steer_litellm_is_refused_not_passed(
         assert far.bodies == []
 
 
+FETCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "a search": ({"web_search_options": {}}, "web_search_options"),
+    "a tool of the provider's": ({"tools": [{"type": "web_search", "name": "web_search"}]}, "tools[0]"),
+    "a tool of the provider's without a type": ({"tools": [{"googleSearch": {}}]}, "tools[0]"),
+    "one behind another": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "code_execution"}]}, "tools[1]",
+    ),
+}  # fmt: skip
+
+
+async def test_what_a_provider_would_fetch_unread_is_refused(start_proxy: StartProxy, providers: Any) -> None:
+    async with running(FakeEngine()) as far, start_proxy(far, PROMPT_ONLY, providers=providers(far)) as proxy:
+        for name, (fields, param) in FETCHES.items():
+            status, _, body = await proxy.post({**ASKED, **fields})
+            assert (status, json.loads(body)["error"]["param"]) == (400, param), name
+        assert far.bodies == []
+        own = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        assert (await proxy.post({**ASKED, "tools": [own]}))[0] == 200
+        assert far.bodies[0]["tools"] == [own]
+
+
+async def test_metadata_reaches_a_provider_whose_api_has_it_and_not_litellm(
+    start_proxy: StartProxy, providers: Any
+) -> None:
+    other = "  other: {model: anthropic/far, api_key_env: FAR_KEY}\n"
+    async with (
+        running(FakeEngine()) as far,
+        start_proxy(far, PROMPT_ONLY, providers=providers(far, other)) as proxy,
+    ):
+        told = {"user_api_key": "x", "tag": "y"}
+        for stream in (False, True):
+            assert (await proxy.post({**ASKED, "metadata": told, "stream": stream}))[0] == 200
+        assert [one["metadata"] for one in far.bodies] == [told, told]
+        wrong = ("x", {"a": 1}, {"a": "b" * 513}, {"a" * 65: ""}, {f"{i}": "" for i in range(17)})
+        asked: list[dict[str, Any]] = [{**ASKED, "metadata": one} for one in wrong]
+        for body in (*asked, {**ASKED, "model": "other", "metadata": told}):
+            status, _, raw = await proxy.post(body)
+            assert (status, json.loads(raw)["error"]["param"]) == (400, "metadata")
+        assert len(far.bodies) == 2
+
+
 async def test_apis_that_are_not_translated_are_refused(start_proxy: StartProxy, providers: Any) -> None:
     async with running(FakeEngine()) as far, start_proxy(far, POLICY, providers=providers(far)) as proxy:
         status, _, body = await proxy.post({"model": "far", "input": "hello"}, path="/v1/responses")

@@ -163,6 +163,30 @@ async def test_an_answer_that_was_generated_again_is_followed_through_all_its_an
         assert (code, told["looser"], told["unchanged"]) == (1, 2, {})
 
 
+@pytest.mark.parametrize(
+    ("action", "more", "changed"),
+    [
+        ("redact", "    redact: {replacement: '[X]'}\n", ("[X]", "Y")),
+        ("block", "    respond: error\n", ("respond: error", "respond: refusal")),
+        ("block", "    respond: refusal\n", ("respond: refusal", "respond: error")),
+        ("block", "    respond: refusal\n    message: No.\n", ("No.", "Never.")),
+    ],
+)
+async def test_another_text_in_the_place_of_what_a_model_said_is_told(
+    start_proxy: StartProxy, tmp_path: Path, action: str, more: str, changed: tuple[str, str]
+) -> None:
+    text = policy("hold", action=action, more=more)
+    async with served(start_proxy, text, [LEAK, CLEAN]) as proxy:
+        code, told = replayed(tmp_path, proxy, text)
+        assert (code, told["not_judged"]) == (0, {})
+        code, told = replayed(tmp_path, proxy, text.replace(*changed))
+        why = f"another answer to the client after the same action: {action}, rule leak"
+        assert (code, told["changed"], told["not_judged"]) == (3, 0, {why: 2})
+        # Where nothing of it applies, nothing is told.
+        other = text.replace("at_least: 0.5", "at_least: 0.4")
+        assert replayed(tmp_path, proxy, other)[0] == 0
+
+
 async def test_what_another_decision_on_the_prompt_would_have_brought_is_not_guessed(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:

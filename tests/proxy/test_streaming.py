@@ -140,6 +140,45 @@ async def test_window_releases_behind_the_check_and_ends_every_choice(start_prox
         assert (entry["outcome"], entry["status"], entry["action"]) == ("blocked", 200, "block")
 
 
+TEXT_ALONE = policy("window").replace("  - {name: prompt", "  # {name: prompt").replace("  danger:", "  # danger:")
+
+
+def counted(words: tuple[str, ...]) -> list[bytes]:
+    """Frames of an answer that tells its usage all along, as vLLM's does when it is asked to."""
+    parts: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}],
+         "usage": {"prompt_tokens": 7, "completion_tokens": i, "total_tokens": 7 + i}}
+        for i, word in enumerate(words, 1)
+    ]  # fmt: skip
+    parts.append({"choices": [], "usage": parts[-1]["usage"]})
+    return [*(b"data: " + json.dumps({"id": "c", **part}).encode() + b"\n\n" for part in parts), DONE]
+
+
+async def test_a_stream_that_is_cut_tells_its_prompts_tokens_where_nothing_is_read_inside(
+    start_proxy: StartProxy,
+) -> None:
+    engine = FakeEngine(frames=counted(LEAK), word_delay_s=0.01)
+    asked = {**STREAM, "stream_options": {"include_usage": True}}
+    async with running(engine), start_proxy(engine, TEXT_ALONE) as proxy:
+        found = chunks((await proxy.post(asked))[2])
+        assert finishes(found) == {0: "content_filter"}
+        # The client asked for one usage, at the end.
+        assert [one.get("usage") is not None for one in found] == [False] * (len(found) - 1) + [True]
+        assert found[-1]["usage"]["prompt_tokens"] == 7
+        engine.frames = counted(("all", " is", " fine", "."))
+        found = chunks((await proxy.post(asked))[2])
+        assert [one["usage"]["completion_tokens"] for one in found if one.get("usage")] == [4]
+        its_own = {"include_usage": True, "continuous_usage_stats": True}
+        assert all(one["usage"] for one in chunks((await proxy.post({**STREAM, "stream_options": its_own}))[2]))
+        assert [one["stream_options"] for one in engine.bodies] == [its_own] * 3
+        await proxy.post(STREAM)
+        assert "stream_options" not in engine.bodies[-1]
+    for others in (policy("window"), TEXT_ALONE.replace("window\n", "hold\n", 1), TEXT_ALONE.replace("block", "flag")):
+        async with running(FakeEngine()) as plain, start_proxy(plain, others) as proxy:
+            await proxy.post(asked)
+            assert plain.bodies[-1]["stream_options"] == {"include_usage": True}, others
+
+
 async def test_window_delays_by_its_tokens_and_no_more(start_proxy: StartProxy) -> None:
     engine = FakeEngine(answer_delay_s=None, scripts=[("a", "b", "c", "d", "e")])
     async with running(engine), start_proxy(engine, policy("window")) as proxy, asyncio.timeout(5):
