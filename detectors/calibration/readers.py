@@ -215,6 +215,18 @@ def plan_of_taps(taps: dict[str, Any]) -> Plan:
             '\'{"mia": {"hidden_layers": [...], "attention_heads": [...]}}\', or calibrate without --url'
         )
     heads = tuple((layer, head) for layer, head in taps.get("attention_heads", ()))
-    rows = taps.get("max_hidden_rows_per_step")
-    windows = evenly_spaced(layers, min(WINDOW_LAYERS, len(layers))) if rows and rows >= MAX_MODEL_LEN else ()
+    windows = evenly_spaced(layers, min(WINDOW_LAYERS, len(layers))) if _has_room(taps) else ()
     return Plan(layers, heads, windows, WINDOW_TOKENS)
+
+
+def _has_room(taps: dict[str, Any]) -> bool:
+    """Whether the states of every token of a conversation always fit into a step. Raises ``FeatureError``."""
+    rows = taps.get("max_hidden_rows_per_step")
+    if rows is None or rows == "tokens":  # as many as requests, or as many as a step holds
+        return rows is not None
+    if not isinstance(rows, int):
+        raise FeatureError(
+            f"the engine's max_hidden_rows_per_step is {rows!r}, which this version does not know: use one version of "
+            "mia-guard on both sides, or calibrate without --url"
+        )
+    return rows >= MAX_MODEL_LEN

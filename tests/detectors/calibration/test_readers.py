@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan
 from detectors.calibration.features import read_features
-from detectors.calibration.readers import HttpReader
+from detectors.calibration.readers import HttpReader, plan_of_taps
 from detectors.calibration.rows import Row
+from guard.mia.engine_config import EngineConfig
 from guard.mia.results import Readout, Readouts, RowsReadout
 from guard.mia.spec import MiaSpec
 
@@ -65,3 +67,15 @@ def test_what_fits_into_no_answer_names_row_and_setting_and_is_not_asked_for_aga
     with pytest.raises(FeatureError, match=told):
         read_features([ROW], FeatureStore("m", plan, tmp_path), lambda: nullcontext(HttpReader(client, "tiny")))  # type: ignore[arg-type]
     assert client.asked == [3, 1]
+
+
+@pytest.mark.parametrize(("rows", "room"), [("tokens", True), (4096, True), (4095, False), (None, False)])
+def test_whatever_an_engine_is_started_with_says_whether_every_token_can_be_read(rows: Any, room: bool) -> None:
+    taps = EngineConfig(hidden_layers=(3, 7), attention_heads=((4, 1),), max_hidden_rows_per_step=rows)
+    plan = plan_of_taps(json.loads(taps.model_dump_json()))
+    assert (plan.layers, plan.heads, plan.window_layers) == ((3, 7), ((4, 1),), (3, 7) if room else ())
+
+
+def test_a_setting_of_another_version_is_told_by_name() -> None:
+    with pytest.raises(FeatureError, match="max_hidden_rows_per_step is 'blocks', which this version does not know"):
+        plan_of_taps({"hidden_layers": [3], "max_hidden_rows_per_step": "blocks"})
