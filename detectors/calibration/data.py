@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detectors.calibration.demands import LEAST_PER_LABEL
-from detectors.calibration.own_rows import divided_own, is_own, read_files
+from detectors.calibration.own_rows import contradiction, divided_own, is_own, read_files
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.sets.catalogue import INSTALLED, SETS
 from detectors.calibration.sources import DataError
@@ -52,6 +52,8 @@ def load_rows(
     """
     sets, files = chosen_sets(names)
     own = read_files(files)  # first, since they are the quickest to be wrong
+    if warning := contradiction(own):
+        say(warning)
     for name in sets:
         if name in WHEELS:
             say(f"data set {name}")
