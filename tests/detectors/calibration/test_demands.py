@@ -90,6 +90,24 @@ def test_the_tracker_is_fitted_to_the_rows_with_an_instruction(calibrated: Calib
         assert [source["name"] for source in data] == [f"{source}.jsonl" for source in sources]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_thresholds_that_the_rows_do_not_support_are_told_with_what_they_need(
+    calibrated: Calibrated, kind: str
+) -> None:
+    path = calibrated.model.parent / "configs" / kind / "tiny.json"
+    points = json.loads(path.read_text(encoding="utf-8"))["calibration"]["thresholds"]
+    different = points["balanced"]["validation_benign_groups"]
+    needed = {"fpr_0_1pct": 3000, "fpr_1pct": 300, "fpr_5pct": 60}
+    told = {
+        name: f"{kind}: no {name}: it needs {rows} different benign rows to be set on, and there are {different};"
+        for name, rows in needed.items()
+    }
+    assert {name for name, line in told.items() if line in flat(calibrated.outcome)} == needed.keys() - points.keys()
+    assert "fpr_1pct" not in points
+    share = points["balanced"]["held_out_tpr_interval"]
+    assert f"[{share['low']:.1%}," in flat(calibrated.outcome)
+
+
 def test_every_detector_is_measured_on_the_rows_that_it_reads_a_probe_of_means_among_them(
     calibrated: Calibrated,
 ) -> None:
