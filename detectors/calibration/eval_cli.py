@@ -90,6 +90,7 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
     from detectors.calibration.progress import Reporter
     from guard.data import data_folder
     from guard.model_weights import weights_sha256
+    from guard.writable import write_result
 
     folder = configs or data_folder("model_configs")
     with Reporter() as reporter:
@@ -103,8 +104,8 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
         about = _about(request, key, command, material, folder, sha256)
         about |= {"not_evaluated": without} if without else {}
         content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
-        (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        (out / "report.html").write_text(html(about, reports), encoding="utf-8")
+        write_result(out / "report.json", f"{json.dumps(content, indent=1)}\n".encode())
+        write_result(out / "report.html", html(about, reports).encode())
         reporter.show_pooled({name: report.pooled for name, report in reports.items()})
         reporter.say(f"wrote {out / 'report.html'} and {out / 'report.json'}")
 

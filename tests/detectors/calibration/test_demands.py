@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,9 +177,50 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_read(
     assert "cannot be written to: Not a directory" in flat(outcome)
 
 
-def test_nothing_to_evaluate_is_one_line(calibrated: Calibrated, tmp_path: Path) -> None:
-    outcome = evaluate(calibrated.model, tmp_path, calibrated.users)
+def test_nothing_to_evaluate_is_one_line_and_leaves_no_folder(calibrated: Calibrated, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "report"
+    options = [*_options(calibrated.model, (calibrated.users,)), "--model-configs", str(tmp_path), "--out", str(out)]
+    outcome = CliRunner().invoke(app, ["eval", *options])
     assert (outcome.exit_code, "has no detector of tiny" in flat(outcome)) == (1, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can be longer than a few bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (["eval", "--no-leave-one-out"], "report.json"),
+        (["calibrate", "text_baseline"], "text_baseline/tiny.vocabulary.json"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(
+    calibrated: Calibrated, tmp_path: Path, command: list[str], file: str
+) -> None:
+    configs, out = tmp_path / "configs", tmp_path / "out"
+    shutil.copytree(calibrated.model.parent / "configs" / "text_baseline", configs / "text_baseline")
+    there = [out / file, out / "text_baseline" / "tiny.json"]
+    for path in there:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of a run before")
+    of_eval = ["--model-configs", str(configs)] if command[0] == "eval" else []
+    options = [*_options(calibrated.model, (calibrated.users,)), *of_eval, "--out", str(out)]
+    with full_disk():
+        outcome = CliRunner().invoke(app, [*command, *options])
+    assert outcome.exit_code == 1
+    assert flat(outcome).endswith("cannot be written: File too large ")
+    assert f"guard: {out}" in flat(outcome)
+    assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(there)
+    assert {path.read_text() for path in there} == {"of a run before"}
 
 
 def test_rows_that_no_kind_asked_for_can_read_are_told_before_an_engine_starts(calibrated: Calibrated) -> None:
