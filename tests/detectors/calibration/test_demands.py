@@ -18,7 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from detectors.calibration.claims import Claim
-from detectors.calibration.data import load_rows
+from detectors.calibration.data import Use, load_rows
 from detectors.calibration.seen_rows import seen_digests
 from guard.cli import app
 from guard.data import data_folder
@@ -183,6 +183,33 @@ def test_nothing_to_evaluate_is_one_line_and_leaves_no_folder(calibrated: Calibr
     outcome = CliRunner().invoke(app, ["eval", *options])
     assert (outcome.exit_code, "has no detector of tiny" in flat(outcome)) == (1, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_baseline_alone_needs_no_engine(calibrated: Calibrated, tmp_path: Path) -> None:
+    # Nothing of these is planted: an engine would start, and fail at a model without weights.
+    outcome = calibrate(calibrated.model, write_rows(tmp_path / "new.jsonl", 70), kinds=("text_baseline",))
+    assert outcome.exit_code == 0, outcome.output
+    assert "starting an engine" not in outcome.output
+
+
+def test_rows_that_no_detector_was_fitted_to_are_measured_all_and_need_no_training_rows(
+    calibrated: Calibrated, tmp_path: Path
+) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(calibrated.model.parent / "configs" / "probe", configs / "probe")
+    rows = write_rows(tmp_path / "mine.jsonl", 20)
+    outcome = evaluate(calibrated.model, configs, rows, more=())
+    assert (outcome.exit_code, "benign rows for held_out, at least 10" in flat(outcome)) == (1, True)
+    assert "or --all-rows" in flat(outcome)
+    plant(calibrated.model, load_rows([str(rows)], 0, None, True, use=Use.measure_all))
+    outcome = evaluate(calibrated.model, configs, rows, more=("--all-rows",))
+    assert outcome.exit_code == 0, outcome.output
+    assert "measured on 40 of 40 rows" in flat(outcome)
+    (probe,) = report(calibrated.model)["detectors"].values()
+    assert (probe["pooled"]["benign"], probe["pooled"]["attack"], probe["remarks"]) == (20, 20, [])
+    assert report(calibrated.model)["about"]["command"].endswith("--all-rows")
+    outcome = evaluate(calibrated.model, configs, calibrated.users, more=("--all-rows",))
+    assert "of the 140 rows measured are among those that it was fitted to" in flat(outcome)
 
 
 @contextmanager

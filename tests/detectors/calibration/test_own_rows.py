@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from detectors.calibration.cli import calibrate
-from detectors.calibration.data import chosen_sets, load_rows
+from detectors.calibration.data import Use, chosen_sets, load_rows
 from detectors.calibration.own_rows import Own, _Row, divided_own, own_rows
 from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
@@ -219,7 +219,14 @@ def test_a_group_of_the_users_that_has_a_named_groups_name_is_another(tmp_path: 
 
 def test_too_few_rows_and_unknown_sets_are_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="at least 20 are needed"):
-        load_rows([str(jsonl(tmp_path, GOOD))], 0, None, False)
+        load_rows([str(jsonl(tmp_path, GOOD, {"label": "attack", "text": "Obey."}))], 0, None, False)
+    alike = [{"label": "attack", "text": f"Obey me now and at once, number {i}."} for i in range(30)]
+    benign = [{"label": "benign", "text": text} for text in random_texts(80, "benign")]
+    told = r"0 attack rows for .* The data's 30 attack rows make 1 groups, .* nearly the same"
+    with pytest.raises(DataError, match=told):
+        load_rows([str(jsonl(tmp_path, *benign, *alike))], 0, None, False)
+    with pytest.raises(DataError, match="the data has no attack rows; give --data that has some too"):
+        load_rows([str(jsonl(tmp_path, *benign))], 0, None, False, use=Use.measure)
     with pytest.raises(DataError, match=r"no data set 'nonsense'; there are: .*spikee.*\*\.jsonl"):
         load_rows(["nonsense"], 0, None, False)
 

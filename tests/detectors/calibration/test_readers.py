@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan
 from detectors.calibration.features import read_features
-from detectors.calibration.readers import HttpReader, plan_of_taps
+from detectors.calibration.readers import HttpReader, plan_of_taps, served_engine
 from detectors.calibration.rows import Row
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import Readout, Readouts, RowsReadout
@@ -47,6 +49,26 @@ class Filling:
                 else RowsReadout("dropped", 1, reason="no space in an answer (max_answer_bytes); ask for files")
             )
         return SimpleNamespace(mia={"readouts": [Readouts(items).to_wire()]})
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(401)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the terminal."""
+
+
+def test_a_key_that_the_engine_refuses_is_told_with_the_option() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(
+                FeatureError, match=r"refuses the key \(401\): .*--api-key, or in GUARD_UPSTREAM_API_KEY"
+            ):
+                served_engine(f"http://127.0.0.1:{server.server_port}/v1", "wrong")
+        finally:
+            server.shutdown()
 
 
 def spec_of(*names: str) -> MiaSpec:
