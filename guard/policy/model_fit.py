@@ -34,7 +34,8 @@ def _of_detectors(policy: BoundPolicy, shape: _Shape) -> Iterator[str]:
     for name, detector in policy.detectors.items():
         plan = plan_of(detector)
         heads = [head for one in plan.attention.values() for head in one.heads]
-        read = {one.layer for one in (*plan.hidden.values(), *plan.probes.values())} | {layer for layer, _ in heads}
+        read = {one.layer for one in plan.hidden.values()} | {one.layer for one in plan.probes.values()}
+        read |= {layer for layer, _ in heads}
         said = f"detector {name}: its {detector.kind}"
         if beyond := _beyond(read, shape):
             yield f"{said} reads {beyond}: another model's file?"
