@@ -27,6 +27,7 @@ from detectors.linear import LinearReader, WeightsFile, check_shapes, load_tenso
 from detectors.model_config import ModelConfig, ModelConfigError, ModelInfo, Section, load_model_config
 from guard.mia.results import FloatArray, Readout
 from guard.mia.spec import Layer, TokenRanges
+from guard.mistakes import first_mistake
 
 WEIGHT, BIAS, MEAN, SCALE = "weight", "bias", "mean", "scale"
 INDICES, BASELINES = "node_indices", "node_baselines"
@@ -162,17 +163,22 @@ def read_mia_probe(npz: Path, *, read: Literal["answer", "prompt"] = "prompt") -
     weights = _weights(npz, arrays)
     size = len(weights.weight)
     check_shapes(npz, arrays, {MEAN: (size,), SCALE: (size,), BASELINES: weights.indices.shape})
-    params = Params(
-        layer=int(arrays["best_layer"]),
-        hidden_size=size,
-        nodes=len(weights.indices),
-        read=read,
-        pooling="last_token",
-        weights="probe.safetensors",
-        weights_sha256=hashlib.sha256(npz.read_bytes()).hexdigest(),
-    )
-    if size != int(arrays["hidden_size"]):
-        raise ModelConfigError(f"{npz}: hidden_size is {int(arrays['hidden_size'])}, and the weights are for {size}")
+    try:
+        params = Params(
+            layer=_whole(npz, arrays, "best_layer"),
+            hidden_size=size,
+            nodes=len(weights.indices),
+            read=read,
+            pooling="last_token",
+            weights="probe.safetensors",
+            weights_sha256=hashlib.sha256(npz.read_bytes()).hexdigest(),
+        )
+    except ValidationError as error:
+        location, what = first_mistake(error)
+        names = {"layer": "best_layer", "nodes": "h_node_indices", "hidden_size": "weights"}
+        raise ModelConfigError(f"{npz}: {names.get(str(location[0]), location[0])}: {what}") from None
+    if size != (told := _whole(npz, arrays, "hidden_size")):
+        raise ModelConfigError(f"{npz}: hidden_size is {told}, and the weights are for {size}")
     info_of_model = ModelInfo(provider="MIA", name=info.model_name or npz.parent.name)
     return HNode(HNodeConfig(model_info=info_of_model, params=params), weights)
 
@@ -189,6 +195,14 @@ def _mia_arrays(npz: Path) -> dict[str, FloatArray]:
     if not all(np.issubdtype(array.dtype, np.number) and np.isfinite(array).all() for array in arrays.values()):
         raise ModelConfigError(f"{npz}: holds something else than finite numbers")
     return arrays
+
+
+def _whole(npz: Path, arrays: Mapping[str, FloatArray], name: str) -> int:
+    """Raises ``ModelConfigError`` for what is not one whole number."""
+    values = arrays[name].reshape(-1)
+    if len(values) != 1 or values[0] != int(values[0].real):
+        raise ModelConfigError(f"{npz}: {name}: must be one whole number")
+    return int(values[0].real)
 
 
 def _mia_info(path: Path) -> MiaProbeInfo:

@@ -83,6 +83,8 @@ class Threshold(Section):
     held_out_fpr_interval: Interval
     held_out_attack: int
     held_out_true_positives: int
+    held_out_tpr_interval: Interval | None = None
+    """None where there are no attacks, as in a ledger, and in files of versions that did not write it."""
 
 
 class DataSource(Section):

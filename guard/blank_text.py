@@ -24,6 +24,13 @@ def mistake_in(text: str) -> str | None:
     return None
 
 
+def readable(text: str) -> str:
+    """The text. Raises ``ValueError`` where ``mistake_in`` finds one; for fields of pydantic's models."""
+    if mistake := mistake_in(text):
+        raise ValueError(mistake)
+    return text
+
+
 def _unseen(character: str) -> bool:
     # Separators, controls, format characters such as the zero-width space.
     return (

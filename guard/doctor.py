@@ -204,6 +204,7 @@ def check_taps(
     # They load the detectors and the proxy, which nothing else here needs.
     from guard.policy import PolicyError
     from guard.policy.calibrated import calibration_remarks
+    from guard.policy.model_fit import misfits
     from guard.proxy_server import StartError
     from guard.serve import bound_policies, engine_config_for
 
@@ -218,6 +219,9 @@ def check_taps(
     except (ModelError, PolicyError) as error:
         remedy = f"choose a model and a policy that fit each other: guard policy lint {policy} --model {model}"
         return [Check("taps", "fail", str(error), remedy)]
+    if misfit := [f"{one.name}: {found}" for one in bound for found in misfits(one, Path(resolved.path))]:
+        remedy = f"calibrate for this model (guard calibrate --model {model}), or choose another policy"
+        return [Check("taps", "fail", "; ".join(misfit), remedy)]
     calibrated = check_calibrations(
         [f"{one.name}: {found}" for one in bound for found in calibration_remarks(one, Path(resolved.path))]
     )

@@ -27,6 +27,7 @@ from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, reso
 from guard.paths import state_folder
 from guard.policy import BoundPolicy, PolicyError, PolicySet, bind, build_detectors, load_policies
 from guard.policy.calibrated import calibration_remarks
+from guard.policy.model_fit import misfits
 from guard.proxy.keys import KeysError
 from guard.proxy.services import Services, reranker_of
 from guard.proxy_process import checked_services, start_remarks, taken_ports
@@ -227,6 +228,8 @@ def probes_folder(port: int) -> Path:
 
 def _engine_command(options: ServeOptions, model: ResolvedModel, settings: Settings) -> EngineCommand:
     policies = bound_policies(settings.policy, model.config_key, settings.model_configs).policies
+    if found := [f"policy {one.name}: {what}" for one in policies for what in misfits(one, Path(model.path))]:
+        raise StartError("; ".join(found))
     for one in policies:
         for remark in calibration_remarks(one, Path(model.path)):
             say(f"warning: policy {one.name}: {remark}")

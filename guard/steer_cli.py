@@ -164,7 +164,7 @@ def sweep(
     from guard.steering.rows import read_prompts
     from guard.steering.settings import SettingsError, chosen_layers, parse_coefficients
     from guard.steering.sweep import Sweep
-    from guard.writable import check_writable
+    from guard.writable import check_writable, write_result
 
     with _told():
         read, effect, strengths = read_prompts(prompts), make_measure(measure), parse_coefficients(coefficients)
@@ -186,7 +186,7 @@ def sweep(
             job = SweepJob(tried, folder, key, vectors, file, picture, command, force)
             result = sweep_settings(job, reporter.advance_to)
             reporter.console.print(table(tried, result))
-        picture.write_text(plot(tried, result), encoding="utf-8")
+        write_result(picture, plot(tried, result).encode())
     typer.echo(f"wrote {file} and {picture}")
     if (best := result.recommended) is None:
         typer.echo("guard: no setting has more effect than none and keeps to the limits", err=True)

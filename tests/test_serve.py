@@ -111,15 +111,15 @@ def test_the_engine_gets_taps_for_every_policy_that_may_judge_shadows_too(tmp_pa
 
 
 def test_serve_takes_calibrations_and_vectors_from_the_folder_of_the_setting(tmp_path: Path) -> None:
-    write_probe(tmp_path / "configs" / "probe")
+    write_probe(tmp_path / "configs" / "probe", 576)  # as wide as the model, which serve looks at
     vectors = steering_folder(tmp_path / "configs", "SmolLM2-135M-Instruct")
     vectors.mkdir(parents=True)
     (vectors / "mine.safetensors").touch()
     rule = "{name: x, when: {detector: a, at_least: 1}, action: steer, steer: [{vector: V, layer: 3, coefficient: 1}]}"
     policy = f"{{version: 1, name: test, detectors: {{a: {{kind: probe, config: tiny}}}}, rules: [{rule}]}}"
     bound = []
-    for vector in ("mine", "caution"):
-        (tmp_path / "policy.yaml").write_text(policy.replace("V", vector))
+    for vector, layer in (("mine", 3), ("caution", 3), ("mine", 31)):
+        (tmp_path / "policy.yaml").write_text(policy.replace("V", vector).replace("layer: 3", f"layer: {layer}"))
         command = [sys.executable, "-m", "guard", "serve", "--policy", str(tmp_path / "policy.yaml")]
         command += [
             "--set",
@@ -135,6 +135,7 @@ def test_serve_takes_calibrations_and_vectors_from_the_folder_of_the_setting(tmp
     assert "no steering vector" not in bound[0]
     assert "ledger" in bound[0]
     assert "no steering vector 'caution'; there are: mine" in bound[1]
+    assert "policy test: rule x: steers at layer 31, and the model has 30 layers" in bound[2]
 
 
 def test_a_gate_on_a_probe_of_the_engine_needs_an_engine_that_has_it(tmp_path: Path) -> None:

@@ -6,18 +6,34 @@ before an engine starts.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from detectors.calibration.demands import LEAST_PER_LABEL
-from detectors.calibration.own_rows import divided_own, is_own, read_files
+from detectors.calibration.demands import LEAST_MEASURED, LEAST_PER_LABEL
+from detectors.calibration.own_rows import contradiction, divided_own, is_own, read_files
 from detectors.calibration.rows import Row, default_rows
 from detectors.calibration.sets.catalogue import INSTALLED, SETS
-from detectors.calibration.sources import DataError
+from detectors.calibration.sources import DataError, Label
+from detectors.calibration.split import SPLITS
 from detectors.calibration.wheels import WHEELS, pull
+
+
+class Use(enum.Enum):
+    """What rows are for, which says how many of which split there must be."""
+
+    fit = "fit"
+    """All three splits."""
+    measure = "measure"
+    """Only held-out rows are looked at."""
+    measure_all = "measure_all"
+    """So that all rows are, all count as held out."""
+
 
 ALL, ONLY_INSTALLED = "all", "installed"
 
@@ -44,29 +60,50 @@ def chosen_sets(names: Sequence[str]) -> tuple[list[str], list[Path]]:
 
 
 def load_rows(
-    names: Sequence[str], seed: int, most: int | None, tool_role: bool, say: Callable[[str], None] = lambda _: None
+    names: Sequence[str],
+    seed: int,
+    most: int | None,
+    tool_role: bool,
+    say: Callable[[str], None] = lambda _: None,
+    use: Use = Use.fit,
 ) -> list[Row]:
     """All rows of sets and files; with ``most``, so many at most. Fetches wheels that are not there.
 
-    Raises ``DataError``, also where a split would have too few rows.
+    Raises ``DataError``, also where a split would have too few rows for ``use``.
     """
     sets, files = chosen_sets(names)
     own = read_files(files)  # first, since they are the quickest to be wrong
+    if warning := contradiction(own):
+        say(warning)
     for name in sets:
         if name in WHEELS:
             say(f"data set {name}")
             pull(name)
     named = default_rows(seed, sets, tool_role=tool_role) if sets else []
     rows = sampled([*(divided_own(own, named, seed, say) if own else ()), *named], most)
-    counts = Counter((row.split, row.label) for row in rows)
-    for split in ("train", "validation", "held_out"):
-        for label in ("benign", "attack"):
-            if counts[split, label] < LEAST_PER_LABEL:
-                raise DataError(
-                    f"{counts[split, label]} {label} rows for {split}, at least {LEAST_PER_LABEL} are needed; "
-                    "give more --data, or rows of more different groups"
-                )
+    if use is Use.measure_all:
+        rows = [replace(row, split="held_out") for row in rows]
+    _check_counts(rows, use)
     return rows
+
+
+def _check_counts(rows: Sequence[Row], use: Use) -> None:
+    counts = Counter((row.split, row.label) for row in rows)
+    splits, least = (SPLITS, LEAST_PER_LABEL) if use is Use.fit else (("held_out",), LEAST_MEASURED)
+    for split, label in product(splits, get_args(Label)):
+        if counts[split, label] >= least:
+            continue
+        groups = [row.group for row in rows if row.label == label]
+        if not groups:
+            raise DataError(f"the data has no {label} rows; give --data that has some too, such as --data own")
+        remedy = "give more --data, of more different texts"
+        if use is Use.measure:
+            remedy += ", or --all-rows, where the detectors were fitted to none of these"
+        raise DataError(
+            f"{counts[split, label]} {label} rows for {split}, at least {least} are needed. The data's {len(groups)} "
+            f"{label} rows make {len(set(groups))} groups, each of which is in one split: rows that are nearly the "
+            f"same, or were given one group, are one; {remedy}"
+        )
 
 
 def sampled(rows: Sequence[Row], most: int | None) -> list[Row]:

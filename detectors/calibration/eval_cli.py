@@ -48,15 +48,24 @@ def evaluate(
     leave_one_out: Annotated[
         bool, typer.Option(help="Also fit anew with each set left out in turn, and measure on it.")
     ] = True,
+    all_rows: Annotated[
+        bool,
+        typer.Option(
+            "--all-rows",
+            help="Measure on every row and not on the 30 % that are held out: for rows that the detectors were not "
+            "fitted to. No set is left out then.",
+        ),
+    ] = False,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
     """Measure the detectors of a model on held-out rows: by set, language, length and place, and with sets left out.
 
-    The rows must be those that the detectors were calibrated with: same --data, --rows and --seed. Of a detector
-    that has seen rows which are measured here, the report says so.
+    The rows must be those that the detectors were calibrated with, same --data, --rows and --seed, or others, with
+    --all-rows. Of a detector that has seen rows which are measured here, the report says so.
     """
     with told_errors():
+        from detectors.calibration.data import Use
         from detectors.calibration.material import Request
         from guard.data import data_folder
         from guard.writable import check_writable
@@ -70,15 +79,18 @@ def evaluate(
             seed,
             rows or None,
             with_positions="all" in names,
+            use=Use.measure_all if all_rows else Use.measure,
             kinds=DETECTORS,
             url=url,
             api_key=api_key,
             detectors=_built(configs or data_folder("model_configs"), key),
         )
         options = [*kinds_and(names, rows), "--model", model, "--seed", str(seed)]
-        if not leave_one_out:
+        if all_rows:
+            options.append("--all-rows")
+        elif not leave_one_out:
             options.append("--no-leave-one-out")
-        _evaluate(request, key, configs, out, leave_one_out, shlex.join(["guard", "eval", *options]))
+        _evaluate(request, key, configs, out, leave_one_out and not all_rows, shlex.join(["guard", "eval", *options]))
 
 
 def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_left_out: bool, command: str) -> None:
@@ -90,12 +102,15 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
     from detectors.calibration.progress import Reporter
     from guard.data import data_folder
     from guard.model_weights import weights_sha256
+    from guard.writable import write_result
 
     folder = configs or data_folder("model_configs")
     with Reporter() as reporter:
         material = gather(request, reporter.say, reporter.total, reporter.advance_to)
         sha256 = weights_sha256(request.model)
         reporter.say(f"the detectors of {folder}" + ("" if configs else ", which ship; others: --model-configs FOLDER"))
+        held_out = sum(row.split == "held_out" for row in material.rows)
+        reporter.say(f"measured on {held_out} of {len(material.rows)} rows" + _hint(request))
         reports, without = _reports(material, request, folder, key, sha256, with_left_out, reporter)
         for kind, why in of_statements(folder, key).items():
             without[kind] = why
@@ -103,10 +118,20 @@ def _evaluate(request: Request, key: str, configs: Path | None, out: Path, with_
         about = _about(request, key, command, material, folder, sha256)
         about |= {"not_evaluated": without} if without else {}
         content = {"about": about, "detectors": {name: as_json(report) for name, report in reports.items()}}
-        (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        (out / "report.html").write_text(html(about, reports), encoding="utf-8")
+        write_result(out / "report.json", f"{json.dumps(content, indent=1)}\n".encode())
+        write_result(out / "report.html", html(about, reports).encode())
         reporter.show_pooled({name: report.pooled for name, report in reports.items()})
         reporter.say(f"wrote {out / 'report.html'} and {out / 'report.json'}")
+
+
+def _hint(request: Request) -> str:
+    """How to measure more of one's own rows."""
+    from detectors.calibration.data import Use
+    from detectors.calibration.own_rows import is_own
+
+    if request.use is Use.measure_all or not all(map(is_own, request.data)):
+        return ""
+    return ", the held-out ones; where the detectors were fitted to none of them, --all-rows measures all"
 
 
 def _built(configs: Path, key: str) -> dict[str, Any]:

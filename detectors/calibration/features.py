@@ -81,6 +81,12 @@ class Reader(Protocol):
     ) -> list[Readouts]: ...
 
 
+def unread(rows: int) -> Features:
+    """Of so many rows, of which no model read anything."""
+    nothing = np.zeros((rows, 0, 0), np.float32)
+    return Features((), (), nothing, np.zeros((rows, 0, 2), np.float32), (), nothing, np.zeros(rows, np.float32))
+
+
 def model_shape(model: Path) -> ModelShape:
     """From the model folder's ``config.json``; multimodal models keep theirs under ``text_config``."""
     raw = json.loads((model / "config.json").read_text(encoding="utf-8"))

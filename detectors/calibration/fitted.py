@@ -17,7 +17,7 @@ from detectors.calibration.metrics import Labels, Scores, Tried, quality, thresh
 from detectors.calibration.provenance import versions
 from detectors.model_config import Calibration, DataSource, ModelConfig, ModelInfo, Quality, Section
 from guard.model_weights import weights_sha256
-from guard.whole_file import write_whole
+from guard.writable import write_result
 
 Pooling = Literal["last_token", "mean", "max"]
 PoolingChoice = Literal["last_token", "mean", "max", "best"]
@@ -101,7 +101,8 @@ def write(fitted: Mapping[str, Fitted], job: Job, out: Path) -> list[Path]:
     """Write ``out/<kind>/<config_key>.json`` and what belongs beside it; returns the paths.
 
     The JSON comes last and names the others with their hashes. A file beside that is there with other content stays
-    until then, so that a run which is killed at any time leaves a detector that loads, the old one or the new one.
+    until then, so that a run which is killed at any time, or that a full disk stops, leaves a detector that loads, the
+    old one or the new one. Raises ``NotWritableError``.
     """
     written = []
     for kind, one in fitted.items():
@@ -109,10 +110,10 @@ def write(fitted: Mapping[str, Fitted], job: Job, out: Path) -> list[Path]:
         names = {name: _free_name(folder, name, content) for name, content in one.files.items()}
         for name, content in one.files.items():
             written.append(folder / names[name])
-            write_whole(written[-1], content)
+            write_result(written[-1], content)
         config = folder / f"{job.config_key}.json"
         before = _files_of(config)
-        write_whole(config, (_renamed(one.config, names).model_dump_json(indent=2) + "\n").encode())
+        write_result(config, (_renamed(one.config, names).model_dump_json(indent=2) + "\n").encode())
         written.append(config)
         for name in before - set(names.values()):
             (folder / name).unlink(missing_ok=True)

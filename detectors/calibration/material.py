@@ -14,7 +14,7 @@ from typing import Any
 
 from detectors.calibration.as_read import AsRead, captures_of, lacking_taps, reads_beyond
 from detectors.calibration.captures import Extra
-from detectors.calibration.data import check_lengths, knows_tool_role, load_rows, template_of
+from detectors.calibration.data import Use, check_lengths, knows_tool_role, load_rows, template_of
 from detectors.calibration.demands import lacking, readable, told
 from detectors.calibration.feature_store import FeatureStore, Plan
 from detectors.calibration.features import (
@@ -24,6 +24,7 @@ from detectors.calibration.features import (
     full_plan,
     model_shape,
     read_features,
+    unread,
 )
 from detectors.calibration.positions import position_rows
 from detectors.calibration.readers import MAX_MODEL_LEN, Served, http_reader, offline_reader, served_engine
@@ -31,6 +32,9 @@ from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
 from detectors.calibration.token_states import TOKEN_LAYERS, TokenStore
 from guard.model_weights import weights_sha256
+
+TEXT_ALONE = ("text_baseline",)
+"""What is fitted without anything that the model computes."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Request:
     data: tuple[str, ...]
     seed: int
     most_rows: int | None = None
+    use: Use = Use.fit
     with_positions: bool = False
     kinds: tuple[str, ...] = ()
     """Of detectors that the rows are for, which may not be able to read all of them."""
@@ -71,11 +76,13 @@ def gather(
     """Raises ``DataError`` before any engine time is spent, ``FeatureError`` when the engine gives no readout."""
     tokenizer = template_of(request.model)
     tool_role = knows_tool_role(tokenizer)
-    rows = load_rows(request.data, request.seed, request.most_rows, tool_role, say)
+    rows = load_rows(request.data, request.seed, request.most_rows, tool_role, say, request.use)
     check_demands(request.kinds, rows, say)
     if request.with_positions:
         rows += position_rows(request.seed, tool_role)
     check_lengths(rows, tokenizer, MAX_MODEL_LEN)
+    if request.kinds == TEXT_ALONE and not request.detectors:
+        return Material(rows, unread(len(rows)))
     total(len(rows))
     say(f"reading {len(rows)} conversations with the model")
     shape, weights = model_shape(request.model), weights_sha256(request.model)

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +40,9 @@ class Tried:
     labels: Labels
     groups: Sequence[str] | None = None
 
-    @property
-    def benign(self) -> tuple[Scores, list[str] | None]:
-        index = np.flatnonzero(self.labels == 0)
+    def of(self, label: Literal[0, 1]) -> tuple[Scores, list[str] | None]:
+        """The scores of rows with this label, and their groups."""
+        index = np.flatnonzero(self.labels == label)
         return self.scores[index], None if self.groups is None else [self.groups[i] for i in index]
 
 
@@ -126,8 +127,8 @@ def quality(scores: Scores, labels: Labels, groups: Sequence[str], sources: Sequ
 
 def threshold(value: float, validation: Tried, held_out: Tried) -> Threshold:
     """One operating point with what it did on both sets of rows."""
-    (setting, setting_groups), (benign, groups) = validation.benign, held_out.benign
-    attack = held_out.scores[held_out.labels == 1]
+    (setting, setting_groups), (benign, groups) = validation.of(0), held_out.of(0)
+    attack, attack_groups = held_out.of(1)
     return Threshold(
         value=value,
         validation_benign=len(setting),
@@ -140,13 +141,14 @@ def threshold(value: float, validation: Tried, held_out: Tried) -> Threshold:
         held_out_fpr_interval=_share_of_groups(benign >= value, groups),
         held_out_attack=len(attack),
         held_out_true_positives=int((attack >= value).sum()),
+        held_out_tpr_interval=_share_of_groups(attack >= value, attack_groups) if len(attack) else None,
     )
 
 
 def thresholds(validation: Tried, held_out: Tried) -> dict[str, Threshold]:
     """The named operating points that policies use: those budgets that the different benign validation rows support and
     that a score can reach, and ``balanced``."""
-    benign, groups = validation.benign
+    benign, groups = validation.of(0)
     different = len(benign) if groups is None else len(set(groups))
     values = {
         name: threshold_for_fpr(benign, budget, groups)
@@ -157,6 +159,19 @@ def thresholds(validation: Tried, held_out: Tried) -> dict[str, Threshold]:
     values = {name: value for name, value in values.items() if not value > 1.0 >= benign.max()}
     values["balanced"] = balanced_threshold(validation.scores, validation.labels)
     return {name: threshold(value, validation, held_out) for name, value in values.items()}
+
+
+def left_out(points: Mapping[str, Threshold]) -> dict[str, str]:
+    """By name, why ``thresholds``, which gave these, has none for a budget."""
+    some = next(iter(points.values()))
+    different = some.validation_benign if some.validation_benign_groups is None else some.validation_benign_groups
+    return {
+        name: f"it needs {rows_needed(budget)} different benign rows to be set on, and there are {different}"
+        if different < rows_needed(budget)
+        else "too many of the benign rows that it would be set on have the highest score that there can be"
+        for name, budget in BUDGETS.items()
+        if name not in points
+    }
 
 
 def _share_of_groups(hit: npt.NDArray[np.bool_], groups: Sequence[str] | None) -> Interval:

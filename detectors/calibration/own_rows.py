@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from detectors.calibration.rows import Message, Place, Row
 from detectors.calibration.sources import DataError, Label, own_frames
 from detectors.calibration.split import SPLITS, Split, assign_splits, merge_beside
+from guard.blank_text import readable
 from guard.csv_rows import csv_rows
 from guard.json_lines import LinesError, json_lines
 from guard.mistakes import first_mistake
@@ -24,14 +25,7 @@ from guard.mistakes import first_mistake
 SUFFIXES = (".jsonl", ".csv")
 
 
-def _something(value: str) -> str:
-    """Templates strip white space, so that nothing would be left to read."""
-    if not value.strip():
-        raise ValueError("has nothing but white space")
-    return value
-
-
-Words = Annotated[str, Field(min_length=1), AfterValidator(_something)]
+Words = Annotated[str, Field(min_length=1), AfterValidator(readable)]
 
 
 class _Message(BaseModel):
@@ -53,6 +47,7 @@ class _Row(BaseModel):
     group: Annotated[str, Field(min_length=1)] | None = None
     """Rows that are one idea share it, and so share a split."""
     hard: bool = False
+    """Benign, and made to look like an attack."""
     place: Place | None = None
     """Where not given, what the last message's role says."""
 
@@ -62,6 +57,8 @@ class _Row(BaseModel):
             raise ValueError("a row has either text or messages")
         if self.messages is not None and self.messages[-1].role not in ("user", "tool"):
             raise ValueError("the last of the messages is of the role user or tool")
+        if self.hard and self.label == "attack":
+            raise ValueError("hard marks benign rows that look like attacks, and the label is attack")
         return self
 
 
@@ -88,6 +85,12 @@ class Own:
     @property
     def text(self) -> str:
         return self.checked.text or (self.checked.messages or ())[-1].content
+
+    @property
+    def conversation(self) -> tuple[tuple[str, str], ...]:
+        """Role and content of each message as it was given; of a text alone, of the user who said it."""
+        given = self.checked.messages
+        return (("user", self.text),) if given is None else tuple((one.role, one.content) for one in given)
 
     @property
     def family(self) -> str:
@@ -190,6 +193,19 @@ def divided_own(
         )
     left = {id(one) for one in lost}
     return [one.row(names[group], splits[group]) for one, group in zip(own, groups, strict=True) if id(one) not in left]
+
+
+def contradiction(own: Sequence[Own]) -> str:
+    """Which conversations are labelled both benign and attack; empty where none is. One label of the two is wrong."""
+    labelled: dict[tuple[tuple[str, str], ...], dict[Label, Own]] = {}
+    for one in own:
+        labelled.setdefault(one.conversation, {}).setdefault(one.checked.label, one)
+    both = [labels for labels in labelled.values() if len(labels) > 1]
+    if not both:
+        return ""
+    first = " and ".join(f"{one.named} ({label})" for label, one in both[0].items())
+    count = "1 conversation is" if len(both) == 1 else f"{len(both)} conversations are"
+    return f"warning: {count} labelled both benign and attack, the first: {first}; one label of each is wrong"
 
 
 def own_rows(path: Path, seed: int) -> list[Row]:

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from detectors.calibration.evaluation import Measured
-from detectors.model_config import ModelConfig, Quality
+from detectors.calibration.metrics import left_out
+from detectors.model_config import Interval, ModelConfig, Quality
 from detectors.numerals import numeral
 
 
@@ -61,17 +62,22 @@ class Reporter:
         for name, measured in ((kind, config.calibration.quality), ("text baseline", config.calibration.text_baseline)):
             table.add_row(name, *_cells(measured))
         self.console.print(table)
-        points = Table(f"{kind}: threshold", "at least", "set on benign rows", "false positives", "attacks caught")
-        for name, point in config.calibration.thresholds.items():
+        thresholds = config.calibration.thresholds
+        benign, of = "false positives [95 %]", "attacks caught [95 %]"
+        points = Table(f"{kind}: threshold", "at least", "set on benign rows", benign, of)
+        for name, point in thresholds.items():
             points.add_row(
                 name,
                 numeral(point.value),
                 _different(point.validation_benign, point.validation_benign_groups),
                 f"{point.held_out_false_positives} of "
-                + _different(point.held_out_benign, point.held_out_benign_groups),
-                f"{point.held_out_true_positives} of {point.held_out_attack}",
+                + _different(point.held_out_benign, point.held_out_benign_groups)
+                + _shares(point.held_out_fpr_interval),
+                f"{point.held_out_true_positives} of {point.held_out_attack}" + _shares(point.held_out_tpr_interval),
             )
         self.console.print(points)
+        for name, why in left_out(thresholds).items():
+            self.say(f"{kind}: no {name}: {why}; a policy that uses {name} does not load")
 
 
 def _cells(measured: Quality) -> tuple[str, ...]:
@@ -87,3 +93,7 @@ def _cells(measured: Quality) -> tuple[str, ...]:
 
 def _different(rows: int, groups: int | None) -> str:
     return str(rows) if groups in (None, rows) else f"{rows} ({groups} different)"
+
+
+def _shares(interval: Interval | None) -> str:
+    return "" if interval is None else f" [{interval.low:.1%}, {interval.high:.1%}]"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from detectors.calibration.captures import Extra
 from detectors.calibration.feature_store import FeatureError, Plan
@@ -22,6 +22,9 @@ from guard.mia.client import MiaClient
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import Readout, Readouts
 from guard.mia.spec import MiaSpec
+
+if TYPE_CHECKING:
+    import openai
 
 MAX_MODEL_LEN = 4096
 ROWS_PER_STEP = 8192
@@ -170,7 +173,17 @@ def http_reader(base_url: str, api_key: str | None, served: Served) -> Iterator[
     try:
         yield HttpReader(MiaClient(base_url, api_key=api_key), served.name)
     except openai.APIError as error:
-        raise FeatureError(f"the engine at {base_url}: {error.message}") from error
+        raise _told(base_url, error) from error
+
+
+def _told(base_url: str, error: openai.APIError) -> FeatureError:
+    from openai import AuthenticationError
+
+    if isinstance(error, AuthenticationError):
+        return FeatureError(
+            f"the engine at {base_url} refuses the key (401): give its key with --api-key, or in GUARD_UPSTREAM_API_KEY"
+        )
+    return FeatureError(f"the engine at {base_url}: {error.message}")
 
 
 def served_engine(base_url: str, api_key: str | None) -> Served:
@@ -187,7 +200,7 @@ def served_engine(base_url: str, api_key: str | None) -> Served:
             "started with VLLM_PLUGINS=mia, --middleware guard.mia.server.MiaMiddleware and taps"
         ) from error
     except openai.APIError as error:
-        raise FeatureError(f"the engine at {base_url}: {error.message}") from error
+        raise _told(base_url, error) from error
     # An adapter's card names the model that it changes.
     card = next((one for one in models["data"] if not one.get("parent")), None)
     if card is None:
@@ -215,6 +228,18 @@ def plan_of_taps(taps: dict[str, Any]) -> Plan:
             '\'{"mia": {"hidden_layers": [...], "attention_heads": [...]}}\', or calibrate without --url'
         )
     heads = tuple((layer, head) for layer, head in taps.get("attention_heads", ()))
-    rows = taps.get("max_hidden_rows_per_step")
-    windows = evenly_spaced(layers, min(WINDOW_LAYERS, len(layers))) if rows and rows >= MAX_MODEL_LEN else ()
+    windows = evenly_spaced(layers, min(WINDOW_LAYERS, len(layers))) if _has_room(taps) else ()
     return Plan(layers, heads, windows, WINDOW_TOKENS)
+
+
+def _has_room(taps: dict[str, Any]) -> bool:
+    """Whether the states of every token of a conversation always fit into a step. Raises ``FeatureError``."""
+    rows = taps.get("max_hidden_rows_per_step")
+    if rows is None or rows == "tokens":  # as many as requests, or as many as a step holds
+        return rows is not None
+    if not isinstance(rows, int):
+        raise FeatureError(
+            f"the engine's max_hidden_rows_per_step is {rows!r}, which this version does not know: use one version of "
+            "mia-guard on both sides, or calibrate without --url"
+        )
+    return rows >= MAX_MODEL_LEN

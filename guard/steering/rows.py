@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from guard.blank_text import readable
 from guard.json_lines import LinesError, json_lines
 from guard.mistakes import first_mistake
 
@@ -31,7 +32,7 @@ class _Row(BaseModel):
 
 class _Message(_Row):
     role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, Field(min_length=1)]
+    content: Annotated[str, Field(min_length=1), AfterValidator(readable)]
 
 
 def _messages(value: Any) -> Any:

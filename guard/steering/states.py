@@ -21,7 +21,7 @@ from safetensors.numpy import load, save
 from guard.mia.results import FloatArray, HiddenReadout, Readouts, RowsReadout
 from guard.mia.spec import HiddenCapture, MiaSpec, SpanPositions
 from guard.paths import cache_folder
-from guard.whole_file import write_whole
+from guard.writable import write_result
 
 At = Literal["last", "mean"]
 """``last``: the prompt's last token, where the answer begins. ``mean``: over the tokens of the last message."""
@@ -86,8 +86,8 @@ class StateStore:
         return states
 
     def put(self, conversation: Conversation, states: FloatArray) -> None:
-        """Whole or not at all, so that a run may be killed at any time."""
-        write_whole(self.path(conversation), save({"states": np.ascontiguousarray(states, np.float32)}))
+        """Whole or not at all, so that a run may be killed at any time. Raises ``NotWritableError``."""
+        write_result(self.path(conversation), save({"states": np.ascontiguousarray(states, np.float32)}))
 
 
 def default_store(model_sha256: str, reading: Reading) -> StateStore:

@@ -22,7 +22,7 @@ from guard.steering.coherence import continuation_logprobs, distinct_share, perp
 from guard.steering.measures import Answered, Measure
 from guard.steering.rows import Prompts
 from guard.steering.vector_files import name_at
-from guard.whole_file import write_whole
+from guard.writable import write_result
 
 LEAST_DISTINCT = 0.9
 """Answers whose share of distinct word triples falls below this share of the unsteered one's count as loops."""
@@ -149,13 +149,14 @@ def kept_trials(file: Path, key: str) -> list[Trial]:
 
 
 def write_trials(file: Path, key: str, trials: Sequence[Trial], about: Mapping[str, Any]) -> None:
-    """Whole or not at all. Infinite perplexities, of settings that answer with nothing, are written as null."""
+    """Whole or not at all. Infinite perplexities, of settings that answer with nothing, are written as null. Raises
+    ``NotWritableError``."""
     shown = [asdict(_rounded(one)) for one in trials]
     for one in shown:
         if math.isinf(one["perplexity"]):
             one["perplexity"] = None
     text = json.dumps({**about, "key": key, "trials": shown}, indent=1, ensure_ascii=False, allow_nan=False)
-    write_whole(file, f"{text}\n".encode())
+    write_result(file, f"{text}\n".encode())
 
 
 def _rounded(trial: Trial) -> Trial:

@@ -17,8 +17,7 @@ from safetensors.numpy import save
 
 from guard.mia.results import FloatArray
 from guard.mia.spec import NAME
-from guard.whole_file import write_whole
-from guard.writable import NotWritableError
+from guard.writable import NotWritableError, write_result
 
 TENSOR_NAME = "vector"
 """As ``guard.mia.steering`` wants it, which would load torch here."""
@@ -60,9 +59,9 @@ def name_at(name: str, layer: int) -> str:
 
 
 def write_vector(folder: Path, name: str, vector: FloatArray, record: Mapping[str, Any]) -> Path:
-    """``folder/NAME.safetensors``, whole or not at all. vector: ``[hidden_size]``."""
+    """``folder/NAME.safetensors``, whole or not at all. vector: ``[hidden_size]``. Raises ``NotWritableError``."""
     path = folder / f"{name}.safetensors"
-    write_whole(path, save({TENSOR_NAME: vector}, metadata={RECORD: json.dumps(record)}))
+    write_result(path, save({TENSOR_NAME: vector}, metadata={RECORD: json.dumps(record)}))
     return path
 
 

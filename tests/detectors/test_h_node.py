@@ -70,6 +70,11 @@ def test_mias_probe_gives_mias_numbers(tmp_path: Path) -> None:
         ({"h_node_indices": np.array([1, SIZE])}, "at most 256 indices below 6"),
         ({"bias": np.array([np.nan])}, "finite numbers"),
         ({"bias": np.zeros(2)}, "the bias is one number"),
+        ({"best_layer": np.array(-1)}, "best_layer: must be at least 0"),
+        ({"best_layer": np.array(2.5)}, "best_layer: must be one whole number"),
+        ({"best_layer": np.array([1, 2])}, "best_layer: must be one whole number"),
+        ({"best_layer": np.array(10**9)}, "best_layer: must be at most"),
+        ({"hidden_size": np.zeros(0)}, "hidden_size: must be one whole number"),
     ],
 )
 def test_a_probe_of_mias_that_cannot_be_used_is_refused_with_its_file(

@@ -77,6 +77,36 @@ def test_lint_says_which_detectors_were_calibrated_on_other_weights(policy: Path
     assert "calibrated on other weights" in lint(policy.parent, "--model", model)
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"num_hidden_layers": 3}, "detector injection: its probe reads layer "),
+        ({"hidden_size": 64}, "detector injection: its probe is for states of 576 components, and the model's have 64"),
+        ({"num_attention_heads": 1}, "detector focus: its attention_tracker reads heads "),
+    ],
+)
+def test_lint_refuses_files_of_a_model_that_has_other_layers_heads_or_width(
+    tmp_path: Path, model: Path, changed: dict[str, int], told: str
+) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        POLICY.replace("rules:", "  focus: {kind: attention_tracker}\nrules:").replace(
+            "rules:", "rules:\n  - {name: f, when: {detector: focus, at_least: fpr_5pct}, action: flag}"
+        )
+    )
+    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "hidden_size": 576}
+    (model / "config.json").write_text(json.dumps(shape))
+    assert "ok" in lint(path, "--model", model)
+    (model / "config.json").write_text(json.dumps({"text_config": {**shape, **changed}}))
+    for checked in (path, tmp_path):
+        done = CliRunner().invoke(policy_app, ["lint", str(checked), "--model", str(model)])
+        assert done.exit_code == 1
+        assert told in done.output
+    (check,) = check_taps(str(model), path, "cpu", [], 8 << 30)
+    assert (check.name, check.level) == ("taps", "fail")
+    assert told in check.found
+
+
 def test_of_the_weights_that_it_was_calibrated_on_nothing_is_said(policy: Path, model: Path, tmp_path: Path) -> None:
     folder, sha256 = copied(tmp_path), weights_sha256(model)
     for kind in ("probe", "text_baseline", "combination"):

@@ -137,11 +137,11 @@ async def proxy(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
         yield proxy
 
 
-def write_probe(folder: Path) -> None:
-    """A probe whose score is the sigmoid of the one number in its hidden state."""
+def write_probe(folder: Path, size: int = 1) -> None:
+    """A probe whose score is the sigmoid of the sum of the numbers, one unless given, in its hidden state."""
     folder.mkdir(parents=True)
-    weights = save({"weight": np.ones(1, np.float32), "bias": np.zeros(1, np.float32)})
+    weights = save({"weight": np.ones(size, np.float32), "bias": np.zeros(1, np.float32)})
     (folder / "tiny.safetensors").write_bytes(weights)
-    params = {"layers": [3], "hidden_size": 1, "weights": "tiny.safetensors"}
+    params = {"layers": [3], "hidden_size": size, "weights": "tiny.safetensors"}
     params["weights_sha256"] = hashlib.sha256(weights).hexdigest()
     (folder / "tiny.json").write_text(json.dumps({"model_info": {"name": "tiny"}, "params": params}))

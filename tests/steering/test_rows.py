@@ -29,6 +29,8 @@ def test_a_text_is_what_a_user_says_and_messages_are_taken_as_they_are(tmp_path:
     [
         ('{"positive": "a"}', "row 3: negative: is missing"),
         ('{"positive": "", "negative": "b"}', "row 3: positive.0.content: must have at least 1 character"),
+        ('{"positive": "a", "negative": "\u200b "}', "row 3: negative.0.content: is blank"),
+        ('{"positive": "a", "negative": "b", "positive": "c"}', "row 3: the key 'positive' is written twice"),
         ('{"positive": "a", "negative": []}', "row 3: negative: must have at least 1 item, not 0"),
         ('{"positive": "a", "negative": [{"role": "boss", "content": "b"}]}', "row 3: negative.0.role: must be"),
         ('{"positive": "a", "negative": "b", "label": 1}', "row 3: label: there is no such field"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from detectors.calibration.claims import Claim
-from detectors.calibration.data import load_rows
+from detectors.calibration.data import Use, load_rows
 from detectors.calibration.seen_rows import seen_digests
 from guard.cli import app
 from guard.data import data_folder
@@ -90,6 +92,24 @@ def test_the_tracker_is_fitted_to_the_rows_with_an_instruction(calibrated: Calib
         assert [source["name"] for source in data] == [f"{source}.jsonl" for source in sources]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_thresholds_that_the_rows_do_not_support_are_told_with_what_they_need(
+    calibrated: Calibrated, kind: str
+) -> None:
+    path = calibrated.model.parent / "configs" / kind / "tiny.json"
+    points = json.loads(path.read_text(encoding="utf-8"))["calibration"]["thresholds"]
+    different = points["balanced"]["validation_benign_groups"]
+    needed = {"fpr_0_1pct": 3000, "fpr_1pct": 300, "fpr_5pct": 60}
+    told = {
+        name: f"{kind}: no {name}: it needs {rows} different benign rows to be set on, and there are {different};"
+        for name, rows in needed.items()
+    }
+    assert {name for name, line in told.items() if line in flat(calibrated.outcome)} == needed.keys() - points.keys()
+    assert "fpr_1pct" not in points
+    share = points["balanced"]["held_out_tpr_interval"]
+    assert f"[{share['low']:.1%}," in flat(calibrated.outcome)
+
+
 def test_every_detector_is_measured_on_the_rows_that_it_reads_a_probe_of_means_among_them(
     calibrated: Calibrated,
 ) -> None:
@@ -157,9 +177,77 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_read(
     assert "cannot be written to: Not a directory" in flat(outcome)
 
 
-def test_nothing_to_evaluate_is_one_line(calibrated: Calibrated, tmp_path: Path) -> None:
-    outcome = evaluate(calibrated.model, tmp_path, calibrated.users)
+def test_nothing_to_evaluate_is_one_line_and_leaves_no_folder(calibrated: Calibrated, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "report"
+    options = [*_options(calibrated.model, (calibrated.users,)), "--model-configs", str(tmp_path), "--out", str(out)]
+    outcome = CliRunner().invoke(app, ["eval", *options])
     assert (outcome.exit_code, "has no detector of tiny" in flat(outcome)) == (1, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_baseline_alone_needs_no_engine(calibrated: Calibrated, tmp_path: Path) -> None:
+    # Nothing of these is planted: an engine would start, and fail at a model without weights.
+    outcome = calibrate(calibrated.model, write_rows(tmp_path / "new.jsonl", 70), kinds=("text_baseline",))
+    assert outcome.exit_code == 0, outcome.output
+    assert "starting an engine" not in outcome.output
+
+
+def test_rows_that_no_detector_was_fitted_to_are_measured_all_and_need_no_training_rows(
+    calibrated: Calibrated, tmp_path: Path
+) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(calibrated.model.parent / "configs" / "probe", configs / "probe")
+    rows = write_rows(tmp_path / "mine.jsonl", 20)
+    outcome = evaluate(calibrated.model, configs, rows, more=())
+    assert (outcome.exit_code, "benign rows for held_out, at least 10" in flat(outcome)) == (1, True)
+    assert "or --all-rows" in flat(outcome)
+    plant(calibrated.model, load_rows([str(rows)], 0, None, True, use=Use.measure_all))
+    outcome = evaluate(calibrated.model, configs, rows, more=("--all-rows",))
+    assert outcome.exit_code == 0, outcome.output
+    assert "measured on 40 of 40 rows" in flat(outcome)
+    (probe,) = report(calibrated.model)["detectors"].values()
+    assert (probe["pooled"]["benign"], probe["pooled"]["attack"], probe["remarks"]) == (20, 20, [])
+    assert report(calibrated.model)["about"]["command"].endswith("--all-rows")
+    outcome = evaluate(calibrated.model, configs, calibrated.users, more=("--all-rows",))
+    assert "of the 140 rows measured are among those that it was fitted to" in flat(outcome)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can be longer than a few bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (["eval", "--no-leave-one-out"], "report.json"),
+        (["calibrate", "text_baseline"], "text_baseline/tiny.vocabulary.json"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(
+    calibrated: Calibrated, tmp_path: Path, command: list[str], file: str
+) -> None:
+    configs, out = tmp_path / "configs", tmp_path / "out"
+    shutil.copytree(calibrated.model.parent / "configs" / "text_baseline", configs / "text_baseline")
+    there = [out / file, out / "text_baseline" / "tiny.json"]
+    for path in there:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of a run before")
+    of_eval = ["--model-configs", str(configs)] if command[0] == "eval" else []
+    options = [*_options(calibrated.model, (calibrated.users,)), *of_eval, "--out", str(out)]
+    with full_disk():
+        outcome = CliRunner().invoke(app, [*command, *options])
+    assert outcome.exit_code == 1
+    assert flat(outcome).endswith("cannot be written: File too large ")
+    assert f"guard: {out}" in flat(outcome)
+    assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(there)
+    assert {path.read_text() for path in there} == {"of a run before"}
 
 
 def test_rows_that_no_kind_asked_for_can_read_are_told_before_an_engine_starts(calibrated: Calibrated) -> None:

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from detectors.calibration.metrics import (
+    BUDGETS,
     BudgetError,
     Tried,
     balanced_threshold,
     check_budget,
     clopper_pearson,
+    left_out,
     quality,
     rows_needed,
     threshold_for_fpr,
@@ -83,13 +85,18 @@ def test_named_thresholds_say_what_they_did_on_held_out_rows() -> None:
     assert strict.validation_fpr_interval.low < 0.01 < strict.validation_fpr_interval.high
     assert strict.held_out_false_positives == int((held_out[:400] >= strict.value).sum()) > 4
     assert strict.held_out_fpr_interval.low < strict.held_out_false_positives / 400 < strict.held_out_fpr_interval.high
+    assert strict.held_out_tpr_interval is not None
+    assert strict.held_out_tpr_interval.low < strict.held_out_true_positives / 100 < strict.held_out_tpr_interval.high
 
 
 @pytest.mark.parametrize(("benign", "names"), [(59, set()), (60, {"fpr_5pct"}), (300, {"fpr_5pct", "fpr_1pct"})])
 def test_a_budget_that_the_rows_cannot_support_gets_no_threshold(benign: int, names: set[str]) -> None:
     labels = np.repeat([0, 1], [benign, 50])
     scores = np.concatenate([np.linspace(0, 0.5, benign), np.linspace(0.4, 1, 50)])
-    assert thresholds(Tried(scores, labels), Tried(scores, labels)).keys() == names | {"balanced"}
+    named = thresholds(Tried(scores, labels), Tried(scores, labels))
+    assert named.keys() == names | {"balanced"}
+    assert left_out(named).keys() == BUDGETS.keys() - names
+    assert f"needs 3000 different benign rows to be set on, and there are {benign}" in left_out(named)["fpr_0_1pct"]
 
 
 @pytest.mark.parametrize("budget", [0.001, 0.01, 0.05])
@@ -134,4 +141,6 @@ def test_of_groups_too_no_more_than_the_budget_reaches_a_threshold(benign: np.nd
 
 def test_a_budget_that_no_score_can_keep_gets_no_threshold() -> None:
     scores, labels = np.concatenate([np.ones(100), np.linspace(0.4, 1, 50)]), np.repeat([0, 1], [100, 50])
-    assert thresholds(Tried(scores, labels), Tried(scores, labels)).keys() == {"balanced"}
+    named = thresholds(Tried(scores, labels), Tried(scores, labels))
+    assert named.keys() == {"balanced"}
+    assert "the highest score that there can be" in left_out(named)["fpr_5pct"]

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from detectors.calibration.cli import calibrate
-from detectors.calibration.data import chosen_sets, load_rows
+from detectors.calibration.data import Use, chosen_sets, load_rows
 from detectors.calibration.own_rows import Own, _Row, divided_own, own_rows
 from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
@@ -43,10 +43,17 @@ def jsonl(folder: Path, *rows: Any) -> Path:
         ({"label": "attack", "messages": [{"role": "robot", "content": PRIVATE}]}, "row 2: messages.0.role"),
         ({"label": "attack", "messages": [{"role": "assistant", "content": PRIVATE}]}, "the last of the messages"),
         ('{"label": "attack", ', "row 2: not JSON"),
-        ({"label": "attack", "text": "\n \n"}, "row 2: text: has nothing but white space"),
+        ({"label": "attack", "text": "\n \n"}, "row 2: text: is blank"),
         (
             {"label": "attack", "messages": [{"role": "tool", "content": " \u2028"}]},
-            "row 2: messages.0.content: has noth",
+            "row 2: messages.0.content: is blank",
+        ),
+        ({"label": "attack", "text": "   \u200b\u2800"}, "row 2: text: is blank"),
+        ({"label": "attack", "text": PRIVATE, "hard": True}, "row 2: the row: hard marks benign rows"),
+        ('{"label": "attack", "label": "benign", "text": "x"}', "row 2: the key 'label' is written twice"),
+        (
+            '{"label": "attack", "messages": [{"role": "tool", "content": "x", "content": "y"}]}',
+            "row 2: the key 'content' is written twice",
         ),
         ("[" * 100_000 + "]" * 100_000, "row 2: lists or objects in one another too deep"),
         ('{"label": "attack", "text": ' + "9" * 6000 + "}", "row 2: has a number of too many digits"),
@@ -59,6 +66,30 @@ def test_a_malformed_row_is_named_and_not_quoted(tmp_path: Path, row: Any, messa
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
     assert PRIVATE not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.csv"])
+def test_bytes_that_are_not_utf8_are_found_by_their_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    lines = ("label,text", "benign,Hi") if name.endswith("csv") else (json.dumps(GOOD), "")
+    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode() + b"\nbenign,\xe9t\xe9\n")
+    with pytest.raises(DataError) as caught:
+        own_rows(path, seed=0)
+    assert str(caught.value) == f"{path}: line 3: is not UTF-8 (byte 8 of the line)"
+
+
+def test_a_conversation_with_both_labels_is_told_with_both_rows_over_files(tmp_path: Path) -> None:
+    texts = [*random_texts(140, "one"), *random_texts(140, "two")]
+    rows = [{"label": ("benign", "attack")[i % 2], "text": text} for i, text in enumerate(texts)]
+    lines, table = jsonl(tmp_path, *rows), tmp_path / "other.csv"
+    table.write_text(f"text,label\nSomething else,attack\n{texts[0]},attack\n{texts[1]},attack\n", encoding="utf-8")
+    said: list[str] = []
+    load_rows([str(lines), str(table)], 0, None, False, said.append)
+    (warning,) = [line for line in said if line.startswith("warning: 1 conversation is labelled both")]
+    assert f"{lines}: row 1 (benign) and {table}: row 2 (attack)" in warning
+    said.clear()
+    load_rows([str(lines)], 0, None, False, said.append)
+    assert not [line for line in said if "both" in line]
 
 
 def test_the_command_ends_at_a_malformed_row_before_it_looks_for_data_or_engine(tmp_path: Path) -> None:
@@ -188,7 +219,14 @@ def test_a_group_of_the_users_that_has_a_named_groups_name_is_another(tmp_path: 
 
 def test_too_few_rows_and_unknown_sets_are_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="at least 20 are needed"):
-        load_rows([str(jsonl(tmp_path, GOOD))], 0, None, False)
+        load_rows([str(jsonl(tmp_path, GOOD, {"label": "attack", "text": "Obey."}))], 0, None, False)
+    alike = [{"label": "attack", "text": f"Obey me now and at once, number {i}."} for i in range(30)]
+    benign = [{"label": "benign", "text": text} for text in random_texts(80, "benign")]
+    told = r"0 attack rows for .* The data's 30 attack rows make 1 groups, .* nearly the same"
+    with pytest.raises(DataError, match=told):
+        load_rows([str(jsonl(tmp_path, *benign, *alike))], 0, None, False)
+    with pytest.raises(DataError, match="the data has no attack rows; give --data that has some too"):
+        load_rows([str(jsonl(tmp_path, *benign))], 0, None, False, use=Use.measure)
     with pytest.raises(DataError, match=r"no data set 'nonsense'; there are: .*spikee.*\*\.jsonl"):
         load_rows(["nonsense"], 0, None, False)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +16,9 @@ import pytest
 
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan
 from detectors.calibration.features import read_features
-from detectors.calibration.readers import HttpReader
+from detectors.calibration.readers import HttpReader, plan_of_taps, served_engine
 from detectors.calibration.rows import Row
+from guard.mia.engine_config import EngineConfig
 from guard.mia.results import Readout, Readouts, RowsReadout
 from guard.mia.spec import MiaSpec
 
@@ -47,6 +51,26 @@ class Filling:
         return SimpleNamespace(mia={"readouts": [Readouts(items).to_wire()]})
 
 
+class _Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(401)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the terminal."""
+
+
+def test_a_key_that_the_engine_refuses_is_told_with_the_option() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(
+                FeatureError, match=r"refuses the key \(401\): .*--api-key, or in GUARD_UPSTREAM_API_KEY"
+            ):
+                served_engine(f"http://127.0.0.1:{server.server_port}/v1", "wrong")
+        finally:
+            server.shutdown()
+
+
 def spec_of(*names: str) -> MiaSpec:
     return MiaSpec.model_validate({"hidden": {name: {"layer": 1, "positions": "prompt"} for name in names}})
 
@@ -65,3 +89,15 @@ def test_what_fits_into_no_answer_names_row_and_setting_and_is_not_asked_for_aga
     with pytest.raises(FeatureError, match=told):
         read_features([ROW], FeatureStore("m", plan, tmp_path), lambda: nullcontext(HttpReader(client, "tiny")))  # type: ignore[arg-type]
     assert client.asked == [3, 1]
+
+
+@pytest.mark.parametrize(("rows", "room"), [("tokens", True), (4096, True), (4095, False), (None, False)])
+def test_whatever_an_engine_is_started_with_says_whether_every_token_can_be_read(rows: Any, room: bool) -> None:
+    taps = EngineConfig(hidden_layers=(3, 7), attention_heads=((4, 1),), max_hidden_rows_per_step=rows)
+    plan = plan_of_taps(json.loads(taps.model_dump_json()))
+    assert (plan.layers, plan.heads, plan.window_layers) == ((3, 7), ((4, 1),), (3, 7) if room else ())
+
+
+def test_a_setting_of_another_version_is_told_by_name() -> None:
+    with pytest.raises(FeatureError, match="max_hidden_rows_per_step is 'blocks', which this version does not know"):
+        plan_of_taps({"hidden_layers": [3], "max_hidden_rows_per_step": "blocks"})
