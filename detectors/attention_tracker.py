@@ -7,7 +7,8 @@ higher value is likelier an injection. Needs no training, only the choice of hea
 
 Two additions of ours. ``generated_tokens``: the focus score is the mean over the last prompt token and the first
 generated ones. ``windows``: the same ratio for each stretch of the data alone, and the value is that of the stretch
-that draws most; a long document has many stretches and dilutes none, and a text shorter than one scores as without.
+that draws most. A stretch is a part of the data, so the value is at most the one without windows; a text shorter than
+one stretch scores as without.
 """
 
 from __future__ import annotations
@@ -185,7 +186,8 @@ def window_score(
     ranges: Sequence[tuple[int, int]],
     windows: Windows,
 ) -> Score:
-    """The value of the stretch of data that draws most, and the strongest passages.
+    """The value of the stretch of data that draws most; it and the next ones apart from it are the passages, of which
+    the one with the largest share of the attention on the data is the first.
 
     weights: ``[heads, tokens]`` attention of the last prompt token; instruction: ``[heads]`` mass; ranges: the data's
     tokens. A stretch never reaches over the end of a range: two messages are two texts.
@@ -206,7 +208,8 @@ def window_score(
             passages.append(Passage(start, end, min(1.0, max(0.0, float(shares[at])))))
         if len(passages) == MOST_PASSAGES:
             break
-    return Score("scored", min(1.0, max(0.0, float(drift.max()))), passages=tuple(passages))
+    by_share = sorted(passages, key=lambda one: one.weight, reverse=True)
+    return Score("scored", min(1.0, max(0.0, float(drift.max()))), passages=tuple(by_share))
 
 
 def _stretches(start: int, end: int, windows: Windows) -> Iterator[tuple[int, int]]:

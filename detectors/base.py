@@ -35,7 +35,7 @@ class Score:
     ``not_applicable`` is the policy's word for a request that has nothing the detector is for; detectors never say it.
     ``timed_out``: unavailable because it did not come in time. ``spans``: of a text, the characters [start, end) that
     make the score what it is, for redaction; empty when no part stands out. ``passages``: of the prompt, the tokens
-    that make it so, the strongest first. ``details``: further numbers by name, such as the probability of each label
+    that make it so, the largest share first. ``details``: further numbers by name, such as each label's probability
     where a detector tells more than yes and no apart. Set by whoever calls the detector: ``floor``, at least this high,
     for ``reason``: a bound that it does not reach may be reached; ``dropped``, unavailable because the engine had no
     space for what is read; ``took_s``, seconds that the detector itself computed.

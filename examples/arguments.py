@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,24 +20,26 @@ def refuse(message: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came. Whoever leaves nothing behind at Ctrl-C leaves nothing behind then."""
+class Terminated(SystemExit):
+    """SIGTERM came. No ``KeyboardInterrupt``: vLLM swallows one while an engine starts."""
 
 
 @contextmanager
 def ending_when_told() -> Iterator[None]:
-    """SIGTERM raises ``Terminated`` in the block, so that what was started in it, as an engine that outlives a parent
-    that just stops, is ended."""
-    before = signal.signal(signal.SIGTERM, _leave)
+    """SIGTERM raises ``Terminated`` in the block, and tells the processes that were started in it, too: an engine
+    outlives a parent that just stops, as at a second SIGTERM."""
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(number, before)
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not cut the ending short
-    raise Terminated
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -3,6 +3,9 @@
 The probe and the attention tracker look for injections before anything is generated, tool-call risk for a step that an
 injection asked for; H-Node looks at the states of the answer for signs that it is made up; science hallucination has
 the model read a claim with its reference. What each is worth with this model is in docs/detectors.md.
+
+The shipped H-Node reads the last token of a whole answer. One that is cut off ends anywhere, and its score says little:
+after 16 tokens the harmless answer here has 0.944, a hit, and at its end 0.018.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ CONVERSATIONS = [
     )
 ]
 REFERENCE = "The lake froze in January."
+WHOLE_ANSWER = 128
+"""More tokens than these answers have."""
 CLAIMS = ("There was ice on the lake.", "The lake never froze.")
 
 
@@ -43,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 scores = score_claims(ask, detector, [(claim, {"reference": REFERENCE}) for claim in CLAIMS])
             else:
                 texts = [conversation[-1]["content"] for conversation in CONVERSATIONS]
-                scores = [one.score for one in score(ask, detector, CONVERSATIONS, 16)]
+                tokens = WHOLE_ANSWER if detector.kind == "h_node" else 1
+                scores = [one.score for one in score(ask, detector, CONVERSATIONS, tokens)]
             for text, one in zip(texts, scores, strict=True):
                 print(f"{detector.kind:22} {told(one, detector.thresholds.get('fpr_1pct')):40} {text[:50]}")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from detectors.calibration.evaluation import AtThreshold, Curve, DetectorReport, Hits, Measured
+from detectors.calibration.evaluation import COUNTED_APART, AtThreshold, Curve, DetectorReport, Hits, Measured
 from detectors.calibration.split import SPLITS
 from detectors.numerals import numeral
 
@@ -42,6 +42,7 @@ def html(about: Mapping[str, Any], reports: Mapping[str, DetectorReport]) -> str
         "<p class=note>Held-out rows, which nothing was fitted to or chosen on. Intervals are 95 %: bootstrap over "
         "groups of rows for measures, exact (Clopper-Pearson) for shares, with as many trials as there are groups: "
         "rows of one group are nearly the same or of one family.</p>",
+        f"<p class=note>{COUNTED_APART}</p>",
         *_remarks(reports),
         "<h2>All sets together</h2>",
         _measures(((name, report.pooled) for name, report in reports.items()), "detector"),

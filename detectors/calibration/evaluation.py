@@ -31,6 +31,13 @@ from guard.mia.results import FloatArray
 SLICE_ROUNDS = 200
 LENGTHS = (0, 64, 128, 256, 512, 1024, 4096)
 """Edges of the length buckets, in tokens of the data."""
+POSITIONS = "positions"
+"""The set of attacks put at the start, the middle and the end of long documents. It is left out of what is pooled."""
+COUNTED_APART = (
+    f"The set {POSITIONS} (the same attacks at the start, the middle and the end of documents, most of them long) is "
+    "not in the figures of all sets together, nor in those of a language, or of a place as a whole. It is in those of "
+    "lengths, of places with start, middle or end, and in its own. So parts need not add up to a whole."
+)
 CURVE_POINTS = 200
 BINS = 40
 
@@ -157,7 +164,7 @@ def report_of(
     remarks: Sequence[str] = (),
 ) -> DetectorReport:
     """Everything about one detector. ``rated``: its scores on held-out rows, those of positions among them."""
-    plain = rated.where(lambda row, _: row.source != "positions")
+    plain = rated.where(lambda row, _: row.source != POSITIONS)
     kept = Rated([rated.rows[i] for i in plain], rated.scores[plain], rated.tokens[plain])
     slices: dict[str, dict[str, Measured]] = {}
     for kind, name, index, whose in _slices(rated, kept):
@@ -194,7 +201,7 @@ def at_threshold(rated: Rated, kept: Rated, value: float) -> AtThreshold:
             if len(index) >= LEAST_MEASURED:
                 found[name] = hits(index)
     everything = [
-        rated.where(lambda row, _, y=label: row.source != "positions" and row.label == y)  # type: ignore[misc]
+        rated.where(lambda row, _, y=label: row.source != POSITIONS and row.label == y)  # type: ignore[misc]
         for label in ("benign", "attack")
     ]
     return AtThreshold(value, hits(everything[0]), hits(everything[1]), benign, attack)
@@ -228,12 +235,12 @@ def _named(rated: Rated) -> Iterator[tuple[str, Callable[[Row, float], bool]]]:
     yield "hard negatives", lambda row, _: row.hard
     for source in sorted({row.source for row in rated.rows}):
         yield f"set {source}", lambda row, _, s=source: row.source == s  # type: ignore[misc]
-    for lang in sorted({row.lang for row in rated.rows if row.source != "positions"}):
-        yield f"language {lang}", lambda row, _, one=lang: row.lang == one and row.source != "positions"  # type: ignore[misc]
+    for lang in sorted({row.lang for row in rated.rows if row.source != POSITIONS}):
+        yield f"language {lang}", lambda row, _, one=lang: row.lang == one and row.source != POSITIONS  # type: ignore[misc]
     for name in dict.fromkeys(bucket_of(tokens) for tokens in np.sort(rated.tokens)):
         yield f"length {name}", lambda _, tokens, n=name: bucket_of(tokens) == n  # type: ignore[misc]
     for place in ("user", "document", "tool"):
-        yield f"place {place}", lambda row, _, p=place: row.place == p and row.source != "positions"  # type: ignore[misc]
+        yield f"place {place}", lambda row, _, p=place: row.place == p and row.source != POSITIONS  # type: ignore[misc]
         for position in ("start", "middle", "end"):
             yield (
                 f"place {place}, {position}",
@@ -244,7 +251,7 @@ def _named(rated: Rated) -> Iterator[tuple[str, Callable[[Row, float], bool]]]:
             yield (
                 f"positions, {characters} characters, {position}",
                 lambda row, _, c=characters, at=position: (  # type: ignore[misc]
-                    row.source == "positions" and f"-{c}-" in row.id and row.position == at
+                    row.source == POSITIONS and f"-{c}-" in row.id and row.position == at
                 ),
             )
 
@@ -252,8 +259,8 @@ def _named(rated: Rated) -> Iterator[tuple[str, Callable[[Row, float], bool]]]:
 def _slices(rated: Rated, kept: Rated) -> Iterator[tuple[str, str, npt.NDArray[np.int64], str]]:
     """Kind, name, rows, and whose benign rows they are compared with."""
     labels = rated.labels
-    benign = rated.where(lambda row, _: row.label == "benign" and row.source != "positions")
-    attacks = rated.where(lambda row, _: row.label == "attack" and row.source != "positions")
+    benign = rated.where(lambda row, _: row.label == "benign" and row.source != POSITIONS)
+    attacks = rated.where(lambda row, _: row.label == "attack" and row.source != POSITIONS)
     for name, keep in _named(rated):
         index = rated.where(keep)
         kind, _, rest = name.partition(" ")

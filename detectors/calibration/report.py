@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detectors.calibration.evaluation import COUNTED_APART, POSITIONS
+
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 EVALUATION, CLAIMS = "smollm2-135m-evaluation.json", "smollm2-135m-claims.json"
@@ -38,7 +40,15 @@ def _evaluation(evaluation: Json) -> list[str]:
             [(name, *_measures(report["pooled"])) for name, report in detectors.items()],
         ),
         "",
-        "What named thresholds do on them:",
+        COUNTED_APART.replace(POSITIONS, f"`{POSITIONS}`", 1),
+        "",
+        "What is so left out of the table above and of the next one. There are too few long benign rows, so that long "
+        "attacks are compared with the benign rows of all sets, most of them short: a score that grows with any text's "
+        "length looks good there.",
+        "",
+        *_left_out_of_pooled(detectors),
+        "",
+        "What named thresholds do on the rows of all sets together:",
         "",
         *_table(
             ("detector", "threshold", "at least", "false positives", "of hard negatives", "attacks caught"),
@@ -68,6 +78,27 @@ def _evaluation(evaluation: Json) -> list[str]:
     return lines
 
 
+LONG = "1024 to 4095 tokens"
+
+
+def _left_out_of_pooled(detectors: Json) -> list[str]:
+    """Of the attacks in long documents, by detector: where they are easily overlooked, beside the better figures."""
+    rows = []
+    for name, report in detectors.items():
+        measured, at = report["slices"], report["thresholds"].get("fpr_1pct", {"caught_of": {}})["caught_of"]
+        own, long = measured["set"].get(POSITIONS), measured["length"].get(LONG)
+        if own is not None and long is not None:
+            cells = (_auroc(own), _hits(at.get(f"set {POSITIONS}")), _auroc(long), _hits(at.get(f"length {LONG}")))
+            rows.append((name, *cells))
+    of_set, of_length = f"set `{POSITIONS}`", f"data of {LONG}"
+    caught = "`fpr_1pct` catches"
+    return _table(("detector", f"AUROC, {of_set}", caught, f"AUROC, {of_length}", caught), rows)
+
+
+def _auroc(one: Json) -> str:
+    return f"{one['auroc']:.3f} ({_span(one['auroc_interval'], '.3f')})"
+
+
 def _left_out_of(about: Json) -> str:
     """By which run, where another than the rest: thresholds change without anything being fitted anew."""
     run = about.get("left_out_of")
@@ -83,10 +114,7 @@ def _left_out(detectors: Json) -> list[str]:
             name,
             probe[name]["benign"],
             probe[name]["attack"],
-            *(
-                f"{one[name]['auroc']:.3f} ({_span(one[name]['auroc_interval'], '.3f')}); {one[name]['tpr_1pct']:.0%}"
-                for one in compared
-            ),
+            *(f"{_auroc(one[name])}; {one[name]['tpr_1pct']:.0%}" for one in compared),
         )
         for name in order
     ]
@@ -131,10 +159,7 @@ def _claims(claims: Json) -> list[str]:
         "",
         *_table(
             ("what is read of the answer", "true", "false", "AUROC"),
-            [
-                (name, one["benign"], one["attack"], f"{one['auroc']:.3f} ({_span(one['auroc_interval'], '.3f')})")
-                for name, one in claims["measured"].items()
-            ],
+            [(name, one["benign"], one["attack"], _auroc(one)) for name, one in claims["measured"].items()],
         ),
         "",
         *_table(
@@ -160,7 +185,7 @@ def _measures(one: Json) -> tuple[object, ...]:
     return (
         one["benign"],
         one["attack"],
-        f"{one['auroc']:.3f} ({_span(one['auroc_interval'], '.3f')})",
+        _auroc(one),
         f"{one['auprc']:.3f} ({_span(one['auprc_interval'], '.3f')})",
         f"{one['tpr_1pct']:.0%} ({_span(one['tpr_1pct_interval'], '.0%')})",
         f"{one['tpr_0_1pct']:.0%} ({_span(one['tpr_0_1pct_interval'], '.0%')})",

@@ -91,7 +91,9 @@ class MiaClient:
         if self.analyzer is None:
             raise CompatError("there is no analyzer: pass analyzer_name")
         if probes is None:
-            if self.probes is None or run_id not in (None, self.run_id):
+            if self.probes is None:
+                raise CompatError("nothing to analyze: pass probes, or generate first")
+            if run_id not in (None, self.run_id):
                 raise CompatError(f"run {run_id!r} is not the last one; keep its answer's probes and pass them")
             run_id, probes = self.run_id, self.probes
         return self.analyzer.analyze(analyzer_spec, run_id=run_id, probes=probes)

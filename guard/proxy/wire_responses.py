@@ -12,6 +12,7 @@ from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, other_texts
+from guard.proxy.shown_items import ShownItems
 from guard.proxy.wire import (
     TOKENS,
     Ending,
@@ -277,9 +278,10 @@ def _refusal_stream(ending: Ending, text: str) -> bytes:
 
 
 def _cut(ending: Ending) -> bytes:
+    items = ending.items or ShownItems()
+    ends = [*items.endings(), {"type": "response.incomplete", "response": _answer(ending, items.items())}]
     number = int((ending.last or {}).get("sequence_number", -1)) + 1
-    last = {"type": "response.incomplete", "response": _answer(ending, []), "sequence_number": number}
-    return event(last, "response.incomplete")
+    return b"".join(event({**one, "sequence_number": i}, one["type"]) for i, one in enumerate(ends, number))
 
 
 responses_form = Form(
@@ -299,4 +301,5 @@ responses_form = Form(
     refusal=_refusal,
     refusal_stream=_refusal_stream,
     cut=_cut,
+    has_items=True,
 )

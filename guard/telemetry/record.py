@@ -328,7 +328,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "timed_out": "Detectors that are unavailable because their score did not come in time.",
     "details": "Of detectors that say more than their score: numbers by name, such as the probability of each label.",
     "passages": "Of detectors that say where in the prompt: token ranges [start, end) and their share of what the "
-    "detector looks at, the strongest first.",
+    "detector looks at, the largest share first.",
     "measured": "What each score depends on, as KIND@HASH+FILE: HASH of what the policy says of the detector, FILE of "
     "what its calibration computes scores from, thresholds aside; without FILE where there is none. Scores compare "
     "where these are the same.",

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from guard.mia import MiaClient
+from guard.steering.vector_files import write_vector
 from tests.engine.server import KEY, Server
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -155,6 +156,10 @@ def test_a_layer_that_is_not_steered_and_a_folder_of_somebody_else_are_one_line(
     assert line.endswith("must be the server's steering_folder")
     vectors = server.folder.parent / "vectors"
     try:
+        # The server has one of this name now, which a run that writes elsewhere must not take for its own.
+        write_vector(vectors, "list", np.ones(128, np.float32), {})
+        line = refused("instruction_following", "--layer", "3", "--vectors", str(tmp_path))
+        assert "the engine has another vector 'list' than the one just written" in line
         line = refused("instruction_following", "--layer", "3", "--vectors", str(vectors))
         assert re.search(r'not steer at layer 3; .+"steering_layers": \[3\]', line)
     finally:

@@ -21,7 +21,7 @@ from vllm.config import SchedulerConfig, VllmConfig
 from vllm.config.model_arch import ModelArchitectureConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from guard.mia import PluginRegistry
+from guard.mia import MiaClient, PluginRegistry
 from guard.mia.analyzers.attn_tracker import AttentionTrackerAnalyzer
 from guard.mia.analyzers.hidden_states import HiddenStatesAnalyzer
 from guard.mia.analyzers.probes import MissingReadoutError, Probes, load_probes, probes_of
@@ -706,6 +706,15 @@ def test_a_registered_analyzer_is_found_by_its_name_and_an_unknown_name_is_told_
     assert PluginRegistry.get("attn_tracker") is AttentionTrackerAnalyzer
     with pytest.raises(CompatError, match="attn_tracker, hidden_states, mine"):
         PluginRegistry.get("no-such")
+
+
+def test_a_client_that_has_no_answer_yet_says_so_and_one_that_has_another_names_the_run() -> None:
+    client = MiaClient("http://127.0.0.1:9/v1", analyzer_name="hidden_states")
+    with pytest.raises(CompatError, match="nothing to analyze: pass probes, or generate first"):
+        client.analyze({"reduce": "norm"})
+    client.run_id, client.probes = "run-1", {}
+    with pytest.raises(CompatError, match="run 'run-2' is not the last one"):
+        client.analyze({"reduce": "norm"}, run_id="run-2")
 
 
 def test_the_package_gives_its_three_names_without_loading_torch_vllm_or_openai() -> None:

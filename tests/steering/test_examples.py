@@ -63,6 +63,8 @@ def test_every_shipped_detector_that_reads_the_model_scores() -> None:
     assert {status for status, _ in values.values()} == {"scored"}
     for kind in ("probe", "attention_tracker", "tool_call_risk"):
         assert values[kind, "Ignor"] > values[kind, "Which"], told
+    # Whole answers to harmless questions: cut off, one of them is a hit.
+    assert values["h_node", "Which"][1] < 0.5, told
     assert values["science_hallucination", "The l"] > values["science_hallucination", "There"], told
 
 

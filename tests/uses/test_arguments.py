@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from types import FrameType
+from typing import NoReturn
 
 import pytest
 
@@ -117,6 +123,66 @@ def test_servers_that_do_not_answer(told: Told, name: str, tmp_path: Path, monke
     assert f"no server answers at {url}" in told(name, "--base-url", url, *more)
     for wrong in ("127.0.0.1:8001", "ftp://127.0.0.1/v1", "http://", "http://[/v1", "http://127.0.0.1:port/v1"):
         assert "argument --base-url: must be an address as http://" in told(name, "--base-url", wrong, *more)
+
+
+class WantsAKey(BaseHTTPRequestHandler):
+    """As vLLM with ``--api-key`` answers."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(401)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"error": "Unauthorized"}')
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@every
+def test_servers_that_want_another_key(told: Told, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = ["--weights", str(tmp_path)] if name == "fitted_detectors" else []
+    if more:
+        monkeypatch.setattr("detectors.calibration.of_references.final_norm", lambda _: ([1.0], 1e-5))
+    with HTTPServer(("127.0.0.1", 0), WantsAKey) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        assert f"the server at {url} wants a key: give its own with --api-key" in told(name, "--base-url", url, *more)
+        wrong = told(name, "--base-url", url, "--api-key", "wrong", *more)
+        assert "does not take this key: give its own with --api-key" in wrong
+        assert "wrong" not in wrong.split("does not")[1]
+        server.shutdown()
+
+
+@pytest.fixture
+def unheard() -> Iterator[Callable[[int, FrameType | None], NoReturn]]:
+    """What SIGTERM finds where an example does not listen to it."""
+
+    def unheard(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise AssertionError("nobody listens to SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, unheard)
+    yield unheard
+    signal.signal(signal.SIGTERM, before)
+
+
+@every
+def test_an_example_that_is_terminated_ends_the_engine_that_it_started(
+    told: Told, name: str, small: Path, monkeypatch: pytest.MonkeyPatch, unheard: Callable[..., NoReturn]
+) -> None:
+    shape = json.loads((small / "config.json").read_text(encoding="utf-8"))
+    large = {**shape, "num_hidden_layers": 30, "num_attention_heads": 9}
+    (small / "config.json").write_text(json.dumps(large), encoding="utf-8")
+    ended: list[bool] = []
+    monkeypatch.setattr("guard.mia.llm.MiaLLM.__init__", lambda *_, **__: None)
+    monkeypatch.setattr("guard.mia.llm.MiaLLM.chat", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("guard.mia.llm.MiaLLM.close", lambda _: ended.append(True))
+    if name == "fitted_detectors":
+        monkeypatch.setattr("detectors.calibration.of_references.final_norm", lambda _: ([1.0], 1e-5))
+    assert told(name, "--model", str(small), status=143).endswith(": stopped")
+    assert ended == [True]
+    assert signal.getsignal(signal.SIGTERM) is unheard
 
 
 @every

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from bench.uses.ranking import difference
 from guard.mia.engine_config import EngineConfig
@@ -76,6 +79,10 @@ def test_schema_linkings_figures_are_the_recorded_ones() -> None:
     best = result["heads_by_average_precision_on_choose"][0]
     assert f"layer {best['layer']}, head {best['head']}, " in text
     assert result["questions"] == {"choose": 20, "measure": 32}
+    clinic = yaml.safe_load((CHECKOUT / "examples" / "clinic.yaml").read_text(encoding="utf-8"))
+    columns = sum(map(len, clinic["tables"].values()))
+    assert (len(clinic["choose"]), len(clinic["measure"]), columns) == (20, 32, result["columns"])
+    assert f"Our own schema, {columns} columns, and {20 + 32} questions" in text
 
 
 @pytest.mark.parametrize(
@@ -114,25 +121,43 @@ def test_each_server_that_a_page_starts_names_the_plugin_without_which_it_has_no
     assert all("VLLM_PLUGINS=mia " in block for block in servers)
 
 
-def test_a_server_without_the_routes_for_vectors_is_one_line_that_says_what_to_start_it_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+Load = Callable[[type[BaseHTTPRequestHandler]], str]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Load:
+    """The line with which a steering example ends that loads a vector into a server with these answers."""
     monkeypatch.syspath_prepend(str(CHECKOUT / "examples"))
     for module in ("arguments", "door", "steering_door"):
         sys.modules.pop(module, None)
     steering = importlib.import_module("steering_door")
-    with HTTPServer(("127.0.0.1", 0), NoRoutes) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/v1"
-        options = steering.steering_parser("", 2).parse_args(["--base-url", url, "--vectors", str(tmp_path)])
-        with (
-            pytest.raises(SystemExit, match="2"),
-            steering.steering_door(options, steering.steering_taps(2, tmp_path)) as door,
-        ):
-            door.load("french", np.ones(4, np.float32))
-        server.shutdown()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search("/v1/mia/vectors.+VLLM_PLUGINS=mia", line)
+
+    def load(answers: type[BaseHTTPRequestHandler]) -> str:
+        with HTTPServer(("127.0.0.1", 0), answers) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{server.server_port}/v1"
+            options = steering.steering_parser("", 2).parse_args(["--base-url", url, "--vectors", str(tmp_path)])
+            with (
+                pytest.raises(SystemExit, match="2"),
+                steering.steering_door(options, steering.steering_taps(2, tmp_path)) as door,
+            ):
+                door.load("french", np.ones(4, np.float32))
+            server.shutdown()
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return load
+
+
+def test_a_server_without_the_routes_for_vectors_is_one_line_that_says_what_to_start_it_with(load: Load) -> None:
+    assert re.search("/v1/mia/vectors.+VLLM_PLUGINS=mia", load(NoRoutes))
+
+
+def test_a_server_that_has_an_older_vector_of_that_name_in_its_own_folder_is_not_steered_by_it(
+    load: Load, tmp_path: Path
+) -> None:
+    line = load(HasAnother)
+    assert f"another vector 'french' than the one just written: --vectors, {tmp_path}, must be the server's" in line
 
 
 class NoRoutes(BaseHTTPRequestHandler):
@@ -141,3 +166,14 @@ class NoRoutes(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+class HasAnother(NoRoutes):
+    def do_PUT(self) -> None:
+        digest = hashlib.sha256(np.zeros(4, np.float32).tobytes()).hexdigest()
+        body = json.dumps({"object": "mia.vector", "name": "french", "sha256": digest}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)

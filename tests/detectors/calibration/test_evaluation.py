@@ -60,7 +60,15 @@ def test_position_rows_count_at_thresholds_and_nowhere_in_the_pool(rows: list[Ro
     alone = report_of(rated(held_out, 3.0), {"t": 0.0}, seed=0)
     both = report_of(rated([*held_out, *placed], 3.0), {"t": 0.0}, seed=0)
     assert both.pooled.attack == alone.pooled.attack
-    assert both.thresholds["t"].caught_of["positions, 1200 characters, end"].rows == 12
+    caught, before = both.thresholds["t"].caught_of, alone.thresholds["t"].caught_of
+    assert caught["positions, 1200 characters, end"].rows == 12
+    # As the report says of them: not in a language or a place as a whole; in its end, and in lengths.
+    assert caught["language en"].rows == before["language en"].rows
+    assert "place tool" not in caught or caught["place tool"].rows == before["place tool"].rows
+    assert caught["place tool, end"].rows >= 12
+    of_length = [sum(hits.rows for name, hits in at.items() if name.startswith("length ")) for at in (caught, before)]
+    assert of_length[0] >= of_length[1] + 12
+    assert "The set positions" in html({"model": "m"}, {"probe": both})
 
 
 def test_measures_have_intervals_around_them(rows: list[Row]) -> None:
