@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -28,6 +27,8 @@ from guard.uses.rerank import prompt, rerank
 from tests.engine import oracle
 from tests.engine.server import KEY, Server
 from tests.proxy.detectors import register
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 HEADS = ((1, 0), (3, 2))
 QUERY = "Which bird is small?"
@@ -117,16 +118,14 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_example_that_asks_the_proxy_says_in_one_line_to_ask_its_engine(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    server: Server, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "examples"))
-    for module in ("arguments", "door", "hidden_states"):
-        sys.modules.pop(module, None)
     async with proxied(server, tmp_path) as proxy:
-        main = importlib.import_module("hidden_states").main
-        with pytest.raises(SystemExit, match="2"):
-            await asyncio.to_thread(main, ["--model", "tiny", "--base-url", f"{proxy.url}/v1"])
-    assert "guard's proxy; give the address of its engine, as http" in capfd.readouterr().err
+        command = [sys.executable, EXAMPLES / "hidden_states.py", "--model", "tiny", "--base-url", f"{proxy.url}/v1"]
+        example = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        _, told = await example.communicate()
+    assert (example.returncode, told.count(b"\n")) == (2, 1)
+    assert b"guard's proxy; give the address of its engine, as http" in told
 
 
 def test_a_client_ranks_by_what_transformers_attention_says(server: Server) -> None:

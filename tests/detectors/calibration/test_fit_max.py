@@ -131,5 +131,5 @@ def test_a_file_of_states_that_was_cut_off_is_an_error_and_read_again(tmp_path: 
     with pytest.raises(FeatureError, match="run the command once more"):
         states.of(0, 1)
     assert store.lacks(row)
-    with pytest.raises(FeatureError, match=r"row a: no states of the data's tokens at layer 1: dropped no room"):
+    with pytest.raises(FeatureError, match=r"row a: no hidden states of the data at layer 1: dropped no room"):
         store.take(row, Readouts({"tokens1": RowsReadout("dropped", 1, reason="no room")}))
