@@ -83,7 +83,7 @@ def test_the_doctors_json_is_json_and_its_exit_code_agrees() -> None:
 
 
 def test_the_doctor_measures_the_taps_of_the_policy_and_model_it_is_given(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 10**9, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10**9}
     folder = tmp_path / "SmolLM2-135M-Instruct"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(sizes))
@@ -91,7 +91,7 @@ def test_the_doctor_measures_the_taps_of_the_policy_and_model_it_is_given(tmp_pa
     done = run("doctor", "--json", "--model", str(folder), "--policy", policy)
     taps = next(check for check in json.loads(done.stdout)["checks"] if check["name"] == "taps")
     assert (done.returncode, taps["level"]) == (1, "fail")
-    assert "lower max_hidden_rows_per_step" in taps["remedy"]
+    assert "tap heads in fewer layers" in taps["remedy"]
 
 
 def test_a_failed_check_is_shown_with_its_remedy_and_exit_code_1() -> None:

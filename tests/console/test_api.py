@@ -192,7 +192,7 @@ async def test_every_route_is_listed_and_no_kind_of_request_pushes_out_another(
         passed = await console.nth(3)
         _, shown = await console.ask("GET", passed)
         assert (shown["entry"]["passed"], shown["rules"], shown["content"]) == ("/tokenize", [], None)
-        assert (await console.ask("POST", f"{passed}/inspection"))[0] == 404
+        assert (await console.ask("POST", f"{passed}/inspection"))[0] == 400
         # Whoever asks for the list again and again hides no judged request and no refusal.
         for _ in range(3):
             await console.get("/v1/models", known)
