@@ -104,17 +104,17 @@ class Filling:
 
     def stand(self, standing: Sequence[Standing], rows: npt.NDArray[np.int32], tokens: Sequence[int]) -> Placed | None:
         """Everything of requests that do what they did in the step before; None when it does not fit."""
-        placed = Placed.of(standing, rows, tokens, self.hidden.used, self.doses)
-        slots = sum(len(one.layers) for one in standing)
-        if not self.hidden.take(slots):
+        first_slot, first_dose = self.hidden.used, self.doses
+        if not self.hidden.take(sum(len(one.layers) for one in standing)):
             return None
         self.doses += sum(len(one.passes) for one in standing)
+        placed = Placed.of(standing, rows, tokens, first_slot, first_dose)
         for layer, entries in placed.gathered():
             self._gathered[layer].append(entries)
         if (sent := placed.sent()) is not None:
             self.hidden.send(*sent)
-        for tap, *both in placed.steered():
-            self._passes[tap].append((both[0], both[1]))
+        for tap, steered, passes in placed.steered():
+            self._passes[tap].append((steered, passes))
         return placed
 
     def steer(self, run: SteerRun) -> int:

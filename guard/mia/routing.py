@@ -190,10 +190,10 @@ class Router:
         if not placed:
             # They may find no room all together, and then each is told so by itself.
             others += [(i, one.tracked) for i, one in standing]
+            standing = []
         routed = {batch.request_ids[i]: self._route(batch, i, tracked, filling, plan) for i, tracked in others}
         self._finish(plan, routed, placed, filling)
-        places = [i for i, _ in others] + ([i for i, _ in standing] if placed else [])
-        self._steady = self._steady_from(batch, sorted(places), plan)
+        self._steady = self._steady_from(batch, [i for i, _ in (*others, *standing)], plan)
         return plan
 
     def _asking(self, batch: BatchView) -> tuple[list[tuple[int, Standing]], list[tuple[int, Tracked]]]:
@@ -291,16 +291,14 @@ class Router:
         if len(tracked.failed) > len(before) or tracked.seen == 0:
             one.failed = dict(tracked.failed)
         tracked.seen = max(tracked.seen, rows.end)
-        if rows.length == 1 and (until := self._alike_until(tracked, rows.start, one)) > rows.end:
+        alone = rows.length > 1 or one.failed or one.gates or one.shut
+        if not alone and (until := self._alike_until(tracked, rows.start, one)) > rows.end:
             self._standing[batch.request_ids[i]] = self._standing_from(tracked, one, rows.start, until, runs)
         return one
 
     def _alike_until(self, tracked: Tracked, position: int, one: RequestPlan) -> int:
-        """The first token of an answer for which this plan will not do; 0 where it is for one step alone."""
-        special = one.again or one.failed or one.gates or one.shut or position < tracked.prompt_len
-        if special or (tracked.keys is not None and position < tracked.needs_keys_until):
-            return 0
-        if any(chunk.capture in tracked.with_heads for chunk in one.rows):
+        """The first token of an answer that needs other entries than the one at ``position``; 0 where the next does."""
+        if one.again or position < max(tracked.prompt_len, tracked.needs_keys_until):
             return 0
         return tracked.next_edge(position + 1)
 
@@ -440,14 +438,8 @@ class Router:
 
     def _steps_alike(self, request_id: str, position: int, plan: StepPlan) -> int:
         """For how many further tokens the entries of the one at ``position`` will do."""
-        tracked = self.requests[request_id]
-        if (
-            position < tracked.prompt_len
-            or plan.layout.requests[request_id].again
-            or position < tracked.needs_keys_until
-        ):
-            return 0
-        return tracked.next_edge(position + 1) - (position + 1)
+        until = self._alike_until(self.requests[request_id], position, plan.layout.requests[request_id])
+        return until - (position + 1)
 
     def _leave_steady(self) -> None:
         if self._steady is not None:
