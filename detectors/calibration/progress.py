@@ -34,7 +34,8 @@ class Reporter:
         self.bar.stop()
 
     def say(self, message: str) -> None:
-        self.console.print(message, highlight=False, markup=False)
+        """A line as it is, never broken: a path or a command that it names can be copied."""
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def total(self, rows: int) -> None:
         self.bar.update(self.task, total=rows, visible=True)

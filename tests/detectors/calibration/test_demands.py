@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import resource
 import shutil
 from collections import Counter
@@ -41,7 +40,9 @@ class Calibrated:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]:
-    folder = tmp_path_factory.mktemp("calibrated")
+    # Longer than a line of 80 columns: what is told of a path must stay whole, to be copied.
+    folder = tmp_path_factory.mktemp("calibrated") / "-".join(["of-a-long-name"] * 6)
+    folder.mkdir()
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         model = make_model(folder / "tiny")
@@ -77,15 +78,10 @@ def report(model: Path) -> dict[str, Any]:
     return content
 
 
-def flat(outcome: Result) -> str:
-    """What was told, however it was wrapped."""
-    return re.sub(r"\s+", " ", outcome.output)
-
-
 def test_the_tracker_is_fitted_to_the_rows_with_an_instruction(calibrated: Calibrated) -> None:
     assert calibrated.outcome.exit_code == 0, calibrated.outcome.output
     told = f"attention_tracker leaves out 140 of 420 rows (the first: {calibrated.without}: row 1: messages:"
-    assert told in flat(calibrated.outcome)
+    assert told in calibrated.outcome.output
     for kind, sources in (("attention_tracker", ["tools", "users"]), ("probe", ["tools", "users", "without"])):
         path = calibrated.model.parent / "configs" / kind / "tiny.json"
         data = json.loads(path.read_text(encoding="utf-8"))["calibration"]["data"]
@@ -104,10 +100,10 @@ def test_thresholds_that_the_rows_do_not_support_are_told_with_what_they_need(
         name: f"{kind}: no {name}: it needs {rows} different benign rows to be set on, and there are {different};"
         for name, rows in needed.items()
     }
-    assert {name for name, line in told.items() if line in flat(calibrated.outcome)} == needed.keys() - points.keys()
+    assert {name for name, line in told.items() if line in calibrated.outcome.output} == needed.keys() - points.keys()
     assert "fpr_1pct" not in points
     share = points["balanced"]["held_out_tpr_interval"]
-    assert f"[{share['low']:.1%}," in flat(calibrated.outcome)
+    assert f"[{share['low']:.1%}," in calibrated.outcome.output
 
 
 def test_every_detector_is_measured_on_the_rows_that_it_reads_a_probe_of_means_among_them(
@@ -137,7 +133,7 @@ def test_rows_that_no_tool_returned_are_evaluated_and_the_detector_of_tool_calls
     outcome = evaluate(calibrated.model, calibrated.model.parent / "configs", calibrated.users, more=())
     assert outcome.exit_code == 0, outcome.output
     told = "tool_call_risk is not evaluated: of the held-out rows that end with a message of the role tool 0 are benign"
-    assert told in flat(outcome)
+    assert told in outcome.output
     assert set(report(calibrated.model)["detectors"]) == set(KINDS) - {"tool_call_risk"}
     assert list(report(calibrated.model)["about"]["not_evaluated"]) == ["tool_call_risk"]
     assert "not_evaluated" in (calibrated.model.parent / "report" / "report.html").read_text(encoding="utf-8")
@@ -159,7 +155,7 @@ def test_of_detectors_of_statements_is_told_what_they_have_seen(
     outcome = evaluate(calibrated.model, configs, calibrated.users)
     assert outcome.exit_code == 0, outcome.output
     told = report(calibrated.model)["about"]["not_evaluated"]["h_node"]
-    assert told in flat(outcome)
+    assert told in outcome.output
     assert ("has seen 12; " if with_digests else "has seen some and does not say which") in told
 
 
@@ -173,15 +169,15 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_read(
     options = _options(calibrated.model, (tmp_path / "none.jsonl",))
     outcome = CliRunner().invoke(app, [*command, *options, "--out", str(out)])
     assert outcome.exit_code == 1
-    assert flat(outcome).startswith(f"guard: {out}")
-    assert "cannot be written to: Not a directory" in flat(outcome)
+    assert outcome.output.startswith(f"guard: {out}")
+    assert "cannot be written to: Not a directory" in outcome.output
 
 
 def test_nothing_to_evaluate_is_one_line_and_leaves_no_folder(calibrated: Calibrated, tmp_path: Path) -> None:
     out = tmp_path / "new" / "report"
     options = [*_options(calibrated.model, (calibrated.users,)), "--model-configs", str(tmp_path), "--out", str(out)]
     outcome = CliRunner().invoke(app, ["eval", *options])
-    assert (outcome.exit_code, "has no detector of tiny" in flat(outcome)) == (1, True)
+    assert (outcome.exit_code, "has no detector of tiny" in outcome.output) == (1, True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -199,17 +195,17 @@ def test_rows_that_no_detector_was_fitted_to_are_measured_all_and_need_no_traini
     shutil.copytree(calibrated.model.parent / "configs" / "probe", configs / "probe")
     rows = write_rows(tmp_path / "mine.jsonl", 20)
     outcome = evaluate(calibrated.model, configs, rows, more=())
-    assert (outcome.exit_code, "benign rows for held_out, at least 10" in flat(outcome)) == (1, True)
-    assert "or --all-rows" in flat(outcome)
+    assert (outcome.exit_code, "benign rows for held_out, at least 10" in outcome.output) == (1, True)
+    assert "or --all-rows" in outcome.output
     plant(calibrated.model, load_rows([str(rows)], 0, None, True, use=Use.measure_all))
     outcome = evaluate(calibrated.model, configs, rows, more=("--all-rows",))
     assert outcome.exit_code == 0, outcome.output
-    assert "measured on 40 of 40 rows" in flat(outcome)
+    assert "measured on 40 of 40 rows" in outcome.output
     (probe,) = report(calibrated.model)["detectors"].values()
     assert (probe["pooled"]["benign"], probe["pooled"]["attack"], probe["remarks"]) == (20, 20, [])
     assert report(calibrated.model)["about"]["command"].endswith("--all-rows")
     outcome = evaluate(calibrated.model, configs, calibrated.users, more=("--all-rows",))
-    assert "of the 140 rows measured are among those that it was fitted to" in flat(outcome)
+    assert "of the 140 rows measured are among those that it was fitted to" in outcome.output
 
 
 @contextmanager
@@ -244,8 +240,8 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(
     with full_disk():
         outcome = CliRunner().invoke(app, [*command, *options])
     assert outcome.exit_code == 1
-    assert flat(outcome).endswith("cannot be written: File too large ")
-    assert f"guard: {out}" in flat(outcome)
+    assert outcome.output.endswith("cannot be written: File too large\n")
+    assert f"guard: {out}" in outcome.output
     assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(there)
     assert {path.read_text() for path in there} == {"of a run before"}
 
@@ -257,12 +253,12 @@ def test_rows_that_no_kind_asked_for_can_read_are_told_before_an_engine_starts(c
     # Nothing of these is planted: an engine would start, and fail at a model without weights.
     outcome = calibrate(calibrated.model, rows, kinds=("attention_tracker", "tool_call_risk"))
     assert outcome.exit_code == 1
-    assert f"{rows}: row 1: messages: none of the role system" in flat(outcome)
-    assert "tool_call_risk: it needs 20 rows" in flat(outcome)
+    assert f"{rows}: row 1: messages: none of the role system" in outcome.output
+    assert "tool_call_risk: it needs 20 rows" in outcome.output
 
 
 def test_a_row_that_the_template_refuses_is_told_before_an_engine_starts(calibrated: Calibrated) -> None:
     model = make_model(calibrated.model.parent / "strict", "{{ raise_exception('roles must alternate') }}")
     outcome = calibrate(model, calibrated.users, kinds=("probe",))
     assert outcome.exit_code == 1
-    assert f"{calibrated.users}: row 1: messages: the model's template refuses them: roles must" in flat(outcome)
+    assert f"{calibrated.users}: row 1: messages: the model's template refuses them: roles must" in outcome.output
