@@ -110,6 +110,15 @@ class Detector(Protocol):
         ...
 
 
+@runtime_checkable
+class WeightsDetector(Detector, Protocol):
+    """A detector that multiplies states by weights, which an engine that was started with these can do for it."""
+
+    def computed(self, *, in_engine: bool) -> Detector:
+        """The same detector; with ``in_engine`` its plan has probes in place of hidden states."""
+        ...
+
+
 SpanTokens = Mapping[str, tuple[tuple[int, int], ...]]
 """A detector's spans -> token ranges [start, end) of the prompt."""
 

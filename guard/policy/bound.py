@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from detectors.base import AnyDetector, Score, ScoreDetector
+from detectors.engine_probes import computed_by
 from detectors.model_config import ModelConfigError, fingerprint_of
 from detectors.registry import UnknownDetectorError, build_detector, detector_kinds
 from guard.mia.results import Readouts
@@ -116,6 +117,18 @@ class BoundPolicy:
 
         only_later = set(filter(of_answers, self.measurements))
         return {"prompt": frozenset(self.measurements.keys() - only_later) | prompt, "stream": stream, "output": output}
+
+    def computed_by(self, probes: Collection[str]) -> BoundPolicy:
+        """The same, whose detectors have an engine multiply that was started with ``probes``, by name, where it can."""
+        detectors = {name: computed_by(one, probes) for name, one in self.detectors.items()}
+        measurements = {
+            name: one
+            if detectors[name] is one.detector
+            else measurement(one.key, detectors[name], self.uses[name], one.inputs)
+            for name, one in self.measurements.items()
+        }
+        spec = question(measurements.values(), None).spec
+        return replace(self, detectors=detectors, measurements=measurements, spec=spec)
 
     def rule(self, name: str) -> Rule:
         return next(one.rule for one in self.rules if one.rule.name == name)

@@ -96,6 +96,15 @@ UNGUARDED: dict[str, tuple[Any, ...]] = {
 """Fields by which a prompt would be cut, an answer would have its raw text and tokens beside what rules read, or a
 prompt would be what another request left in a cache; and the values that change nothing."""
 
+OF_ALL = UNMEASURABLE | UNGUARDED
+OF_MESSAGES = OF_ALL | {"add_special_tokens": TOKENIZING["add_special_tokens"]}
+"""Of a text, special tokens are the tokenizer's default."""
+
+INSIDE = {
+    "chat_template_kwargs": UNMEASURABLE | TOKENIZING | REPLACING,
+    "mm_processor_kwargs": TOKENIZING,
+}
+"""The same of what stands in these fields."""
 
 EACH_USAGE = "continuous_usage_stats"
 """vLLM's option of a stream to tell the usage with every part."""
@@ -235,22 +244,16 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
 def _check_guardable(fields: dict[str, Any]) -> None:
     """Detectors are calibrated on whole prompts that end where the model begins its answer. What would have them
     measure elsewhere, or not at all, is not a client's to choose; nor is what no rule would read."""
-    top = UNMEASURABLE | UNGUARDED
-    if "messages" in fields:
-        # Of a text, special tokens are the tokenizer's default.
-        top = top | {"add_special_tokens": TOKENIZING["add_special_tokens"]}
-    inside = {
-        "chat_template_kwargs": UNMEASURABLE | TOKENIZING | REPLACING,
-        "mm_processor_kwargs": TOKENIZING,
-    }
-    places: list[tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = [("", fields, top)]
-    for name, values in inside.items():
-        given = fields.get(name)
-        places.append((f"{name}.", given if isinstance(given, dict) else {}, values))
-    for prefix, found, values in places:
-        for name, harmless in values.items():
-            if name in found and found[name] not in harmless:
-                raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
+    _check_values("", fields, OF_MESSAGES if "messages" in fields else OF_ALL)
+    for name, values in INSIDE.items():
+        if isinstance(given := fields.get(name), dict):
+            _check_values(f"{name}.", given, values)
+
+
+def _check_values(prefix: str, found: dict[str, Any], harmless: dict[str, tuple[Any, ...]]) -> None:
+    for name, value in found.items():
+        if name in harmless and value not in harmless[name]:
+            raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
 
 
 def check_size(fields: dict[str, Any]) -> None:

@@ -14,12 +14,11 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from guard.proxy.access import client_request_id
 from guard.proxy.errors import ApiError, InternalError, StoppedError, UpstreamError, UpstreamSilentError
-from guard.proxy.exchange import ClientGoneError, Exchange
+from guard.proxy.exchange import ClientGoneError, Exchange, headers_of
 from guard.proxy.services import Services
 from guard.proxy.usage import expect_nothing, settle
 from guard.telemetry.record import RequestRecord
@@ -48,13 +47,12 @@ class Recorded:
         services = self._services
         # Until it is known who asks for what, the default policy stands for the request.
         policy = services.policies.current.default.live
-        record = RequestRecord(
-            self._route, policy.name, policy.hash, client_request_id=client_request_id(Headers(scope=scope))
-        )
+        headers = headers_of(scope)
+        record = RequestRecord(self._route, policy.name, policy.hash, client_request_id=client_request_id(headers))
         services.under_way += 1
         self._in_flight.inc()
-        exchange = Exchange(scope, receive, send, record)
-        exchange.trace = services.tracing.begin(record, scope["method"], exchange.headers)
+        exchange = Exchange(scope, receive, send, headers, record)
+        exchange.trace = services.tracing.begin(record, scope["method"], headers)
         try:
             await answer(exchange, self._admitted(exchange))
         finally:

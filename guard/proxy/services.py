@@ -54,6 +54,9 @@ ROUTES = (*GUARDED, RERANK[0], MODELS, OTHER)
 ENGINE = "vllm"
 """``gen_ai.provider.name`` of the model server."""
 
+PROBES_EVERY_S = 5.0
+"""How often it is asked which probes the engine has: it may have been started anew."""
+
 DRAIN_LIMIT_S = 2.0
 
 KEPT_FOR_CONSOLE = 1000
@@ -106,6 +109,8 @@ class Services:
         try:
             with self.ledger:
                 async with self.tracing.running(), self.upstream, self.admission.running():
+                    await self._ask_for_probes()
+                    watching.append(asyncio.create_task(self._watch_probes()))
                     try:
                         yield
                         await self._drained()
@@ -117,6 +122,23 @@ class Services:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
+
+    async def _watch_probes(self) -> None:
+        while self.settings.upstream_plugin and self.settings.upstream:
+            await asyncio.sleep(PROBES_EVERY_S)
+            await self._ask_for_probes()
+
+    async def _ask_for_probes(self) -> None:
+        """Have the engine multiply where it was started with the weights, and send states where it was not."""
+        if not self.settings.upstream_plugin:
+            return
+        probes = await self.upstream.probes()
+        if probes == self.policies.probes:
+            return
+        try:
+            await asyncio.to_thread(self.policies.compute_by, probes)
+        except Exception:  # a detector may be anybody's; as it was, everything goes on
+            log.exception("detectors are not moved to the engine's probes")
 
     def unread(self, model: str) -> str | None:
         """Why nothing can be read inside a model that somebody asks for; None where it can."""

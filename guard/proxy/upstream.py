@@ -11,11 +11,13 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from guard.proxy.answer import EARLY_HEADER, Answer, Forwarded, PlainAnswer, Whole, answer_of
@@ -35,8 +37,20 @@ HEALTH_EVERY_S = 2.0
 NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 """Nothing of the request was sent, so another server may be asked without anything being done twice."""
 
+CAPABILITIES = "/v1/mia/capabilities"
+
 CLIENT_HEADERS = ("traceparent", "tracestate")
 """The only headers of a client's request that vLLM gets. Its key is not among them."""
+
+
+class _Taps(msgspec.Struct):
+    probes: dict[str, int] = {}
+
+
+class _Capabilities(msgspec.Struct):
+    """Of what the aperture's route says, what is wanted here. ``taps``: null for an engine without any."""
+
+    taps: _Taps | None
 
 
 class Upstream:
@@ -127,7 +141,7 @@ class Upstream:
         for replica in asked.order:
             asked.turn_to(replica)
             try:
-                url = URL(f"{replica.url}{path}", encoded=True)
+                url = _url(replica.url, path)
                 asked.response = await self._client.request(method, url, allow_redirects=False, **request)
             except NOT_REACHED:
                 self._found(replica, healthy=False)
@@ -150,6 +164,27 @@ class Upstream:
     async def healthy(self) -> int:
         """How many servers say within ``HEALTH_TIMEOUT_S`` that they can answer."""
         return sum(await asyncio.gather(*(self._ask_health(one) for one in self.replicas.all)))
+
+    async def probes(self) -> frozenset[str]:
+        """Names of the probes that all servers were started with, of those who ever told. Raises nothing: of a server
+        that does not answer what it said before still counts."""
+        await asyncio.gather(*(self._ask_probes(one) for one in self.replicas.all))
+        told = [one.probes for one in self.replicas.all if one.probes is not None]
+        return frozenset.intersection(*told) if told else frozenset()
+
+    async def _ask_probes(self, replica: Replica) -> None:
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        try:
+            async with self._client.get(f"{replica.url}{CAPABILITIES}", timeout=timeout) as response:
+                told = await response.read()
+                has_routes = response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return
+        try:
+            taps = msgspec.json.decode(told, type=_Capabilities).taps if has_routes else None
+        except msgspec.MsgspecError:
+            taps = None
+        replica.probes = frozenset(taps.probes) if taps is not None else frozenset()
 
     async def _watch(self) -> None:
         while len(self.replicas.all) > 1:
@@ -175,6 +210,12 @@ class Upstream:
     def _client(self) -> aiohttp.ClientSession:
         assert self._session is not None, "the application's lifespan has not begun"
         return self._session
+
+
+@lru_cache(maxsize=64)
+def _url(base: str, target: str) -> URL:
+    """``target``: path and query, as they are. Most requests go to one of a few."""
+    return URL(base + target, encoded=True)
 
 
 def _trusting(ca: Path | None) -> ssl.SSLContext | Literal[True]:
