@@ -108,7 +108,7 @@ class GuardedRequest(Generic[F_co]):
     form: F_co
     fields: dict[str, Any]
     counted: bool = False
-    """Whether the engine is asked to tell the usage with every part of a stream, which is then for us alone."""
+    """Whether vLLM is asked to tell the usage with every part of a stream, which is then for us alone."""
 
     @property
     def model(self) -> str:
@@ -162,7 +162,7 @@ class GuardedRequest(Generic[F_co]):
         options = self.fields.get("stream_options")
         if not (self.streamed and self.wants_usage and isinstance(options, dict)) or options.get(EACH_USAGE):
             return self
-        return replace(self, fields={**self.fields, "stream_options": {**options, EACH_USAGE: True}}, counted=True)
+        return replace(self, counted=True)
 
     def routed(self, model: str) -> GuardedRequest[F_co]:
         """The same for another model."""
@@ -193,6 +193,8 @@ class GuardedRequest(Generic[F_co]):
     def to_json(self, spec: str | None = None) -> bytes:
         """The body for vLLM, asking for ``spec``, in its wire form, if there is one."""
         fields = self.fields
+        if self.counted:
+            fields = {**fields, "stream_options": {**fields["stream_options"], EACH_USAGE: True}}
         if spec is not None:
             fields = {**fields, "vllm_xargs": {**(fields.get("vllm_xargs") or {}), OURS: spec}}
         try:

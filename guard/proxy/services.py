@@ -134,8 +134,8 @@ class Services:
         if not elsewhere and not self.settings.upstream:
             raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
         exchange.record.provider = self.providers.provider_of(request.model) if elsewhere else ENGINE
+        expect(exchange.record, request, exchange.sent)
         exchange.sent = request
-        expect(exchange.record, request)
         if elsewhere:
             return self.providers.ask(route, request.fields)
         return self.upstream.ask(

@@ -197,14 +197,15 @@ def _spelt(entries: list[Any]) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """An answer that the guard ends. ``first`` and ``last``: what of a stream the client got, None where nothing;
-    ``items``: what it has of a response's."""
+    """An answer that the guard ends. ``prompt_tokens``: None where nobody told them; the answer then has no usage, as
+    clients know it of answers that broke off. ``first`` and ``last``: what of a stream the client got, None where
+    nothing; ``items``: what it has of a response's."""
 
     request_id: str
     model: str
     choices: int
     wants_usage: bool
-    prompt_tokens: int
+    prompt_tokens: int | None
     completion_tokens: int = 0
     first: Mapping[str, Any] | None = None
     last: Mapping[str, Any] | None = None

@@ -178,13 +178,17 @@ def _ends(frame: bytes) -> bool:
 
 
 def _usage(ending: Ending) -> Fields:
-    return {"input_tokens": ending.prompt_tokens, "output_tokens": ending.completion_tokens}
+    """Without what is not known of the prompt: this API always has a usage."""
+    prompt = {} if ending.prompt_tokens is None else {"input_tokens": ending.prompt_tokens}
+    return {**prompt, "output_tokens": ending.completion_tokens}
 
 
 def _message(ending: Ending, content: list[Fields], stop: str | None) -> Fields:
     return {
         "id": f"msg_{ending.request_id}", "type": "message", "role": "assistant", "model": ending.model,
-        "content": content, "stop_reason": stop, "stop_sequence": None, "usage": _usage(ending),
+        "content": content, "stop_reason": stop, "stop_sequence": None,
+        # A message itself has both numbers, whatever is known.
+        "usage": {"input_tokens": 0, **_usage(ending)},
     }  # fmt: skip
 
 

@@ -234,16 +234,23 @@ def _ends(frame: bytes) -> bool:
 
 def _answer(ending: Ending, output: list[Fields]) -> Fields:
     begun = (ending.first or {}).get("response") or {}
-    prompt, completion = ending.prompt_tokens, ending.completion_tokens
     return {
         "id": f"resp_{ending.request_id}", "object": "response", "created_at": int(time.time()), "model": ending.model,
         "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "error": None, "instructions": None,
         "metadata": None, "temperature": None, "top_p": None, **begun,
         "status": "incomplete", "incomplete_details": {"reason": "content_filter"}, "output": output,
-        "usage": {
-            "input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion,
-            "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
-        },
+        "usage": _usage(ending),
+    }  # fmt: skip
+
+
+def _usage(ending: Ending) -> Fields | None:
+    """None where it is not known."""
+    prompt, completion = ending.prompt_tokens, ending.completion_tokens
+    if prompt is None:
+        return None
+    return {
+        "input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion,
+        "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
 
 
