@@ -76,7 +76,8 @@ the ones that it was made on.
 Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no policy sees. With API keys configured, all
 but the last three rows want `Authorization: Bearer KEY`, or `x-api-key: KEY`.
 
-Of a client's headers vLLM gets `traceparent` and `tracestate`; of vLLM's a client gets `content-type`, `retry-after`
+Of a client's headers vLLM gets `traceparent` and `tracestate`, and of `via` the entries of guards, to which each adds
+its own, `1.1 mia-guard-` and 16 digits. Of vLLM's a client gets `content-type`, `retry-after`
 and `retry-after-ms`. No others pass, in either direction.
 
 `/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `policy` and

@@ -16,7 +16,7 @@ nothing else reaches vLLM past the policy.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -35,6 +35,7 @@ from guard.proxy.recording import Recorded
 from guard.proxy.relay import relay_whole
 from guard.proxy.rerank import reranking
 from guard.proxy.services import FORMS, MODELS, OTHER, Services
+from guard.proxy.upstream import NO_HEADERS
 from guard.settings import SettingsError
 
 UNREADABLE_LIST = "the model server's list of models cannot be read"
@@ -93,13 +94,13 @@ async def names_of_models(services: Services, request_id: str) -> list[str]:
 
 async def _list_of_models(services: Services, exchange: Exchange) -> Whole:
     exchange.need_method("GET")
-    return await exchange.until_client_leaves(_all_models(services, exchange.record.request_id))
+    return await exchange.until_client_leaves(_all_models(services, exchange.record.request_id, exchange.passed))
 
 
-async def _all_models(services: Services, request_id: str) -> Whole:
+async def _all_models(services: Services, request_id: str, headers: Mapping[str, str] = NO_HEADERS) -> Whole:
     others = services.providers.names
     if services.settings.upstream:
-        whole = await services.upstream.get(MODELS, request_id)
+        whole = await services.upstream.get(MODELS, request_id, headers)
     else:
         whole = Whole(200, JSON, b'{"object": "list", "data": []}')
     if whole.status != 200 or not others:

@@ -19,6 +19,7 @@
     ├── RoutingError              502  vLLM does not serve the model that a rule routes to
     ├── RedactionError            502  a rule redacts documents, whose order would say nothing
     ├── UpstreamError             502  vLLM cannot be reached, or its answer broke off
+    │   ├── LoopError             508  its address leads back to the guard
     │   ├── UpstreamBusyError     503  it does not accept connections in time
     │   └── UpstreamSilentError   504  it accepted, and then said nothing
     ├── StoppedError              503  the proxy was told to stop
@@ -215,6 +216,12 @@ class UpstreamError(ApiError):
     status = 502
     code = "upstream_unavailable"
     outcome = "upstream_unavailable"
+
+
+class LoopError(UpstreamError):
+    status = 508
+    code = "loop_detected"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class UpstreamBusyError(UpstreamError):

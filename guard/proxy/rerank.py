@@ -233,7 +233,7 @@ async def _ask(
                 chat_form.route,
                 raw,
                 exchange.record.request_id + suffix,
-                exchange.context,
+                exchange.passed,
                 early=False,
                 affinity=affinity_of({"model": model, "prompt": documents[0]}),
             )

@@ -25,6 +25,7 @@ from guard.proxy.client_threads import ClientThreads
 from guard.proxy.errors import ModelNotFoundError
 from guard.proxy.exchange import Exchange
 from guard.proxy.key_store import KeyStore
+from guard.proxy.loops import Hops
 from guard.proxy.providers import UNREAD, Providers
 from guard.proxy.refusals import Refusals
 from guard.proxy.upstream import Upstream
@@ -64,10 +65,10 @@ KEPT_PASSED = KEPT_FAILED = 200
 
 
 class Services:
-    """Raises ``PolicyError`` when the policies cannot be used with this model's calibrations, ``KeysError`` and
-    ``SettingsError``."""
+    """``hops``: shared with other processes of the same guard. Raises ``PolicyError`` when the policies cannot be used
+    with this model's calibrations, ``KeysError`` and ``SettingsError``."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, hops: Hops | None = None) -> None:
         self.settings = settings
         self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.policies = PolicyStore(settings.policy, self._bound, self._reloaded)
@@ -92,7 +93,8 @@ class Services:
         self.recent = Recent(
             *((KEPT_FOR_CONSOLE, KEPT_PASSED, KEPT_FAILED) if settings.admin_port is not None else (0, 0, 0))
         )
-        self.upstream = Upstream(settings)
+        self.hops = hops or Hops()
+        self.upstream = Upstream(settings, self.hops)
         self.reranker = reranker_of(settings)
         self.threads = ClientThreads()
         self.under_way = 0
@@ -137,12 +139,12 @@ class Services:
         expect(exchange.record, request, exchange.sent)
         exchange.sent = request
         if elsewhere:
-            return self.providers.ask(route, request.fields)
+            return self.providers.ask(route, request.fields, exchange.via)
         return self.upstream.ask(
             route,
             request.to_json(spec),
             exchange.record.request_id,
-            exchange.context,
+            exchange.passed,
             early=early,
             affinity=exchange.affinity,
         )
