@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from detectors.base import AnyDetector, Score, ScoreDetector
+from detectors.base import AnyDetector, Score, ScoreDetector, TextDetector
+from detectors.isolated import IsolatedText, wants_isolation
 from detectors.model_config import ModelConfigError, fingerprint_of
 from detectors.registry import UnknownDetectorError, build_detector, detector_kinds
 from guard.mia.results import Readouts
@@ -200,11 +201,16 @@ def _built(loaded: LoadedPolicy, name: str, path: Path) -> AnyDetector:
         log.warning("policy %s: detector %s: %s", loaded.label, name, absent.reason)
         return absent
     try:
-        return build_detector(use.kind, path)
+        detector = build_detector(use.kind, path)
     except UnknownDetectorError as error:
         raise loaded.error(("detectors", name, "kind"), str(error)) from None
     except ModelConfigError as error:
         raise loaded.error(("detectors", name, "config"), str(error)) from None
+    if not wants_isolation(detector):
+        return detector
+    if not isinstance(detector, TextDetector):
+        raise loaded.error(("detectors", name, "kind"), f"{use.kind} is isolated, which only detectors of text can be")
+    return IsolatedText(detector, path)
 
 
 def bind(

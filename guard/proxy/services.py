@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from detectors.isolated import IsolatedText
 from detectors.model_config import ModelConfigError
 from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
 from guard.policy.judged_paths import EMBEDDINGS, RERANK
@@ -104,6 +105,8 @@ class Services:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """From start to stop. The ledger closes last, when requests that were cut have written their entry."""
+        for one in _isolated(self.policies.current):
+            one.start()
         watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys, self.refusals)]
         try:
             with self.ledger:
@@ -116,6 +119,8 @@ class Services:
         finally:
             self.recent.close()
             self.threads.close()
+            for one in _isolated(self.policies.current):
+                one.close()
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
@@ -156,6 +161,10 @@ class Services:
     def _reloaded(self, result: Reload, policies: PolicySet) -> None:
         if result == "success":
             self._announce(policies)
+            for one in _isolated(policies):
+                one.start()
+            for one in _isolated(self.policies.current):
+                one.retire()
             self._warn_of_keys(policies)
         self.metrics.count_reload(result)
 
@@ -217,6 +226,12 @@ def _keeping(settings: Settings) -> Keeping:
         settings.ledger_keep_files,
         None if days is None else days * 86400,
     )
+
+
+def _isolated(policies: PolicySet) -> list[IsolatedText]:
+    """Detectors with processes of their own, which load before a text comes."""
+    every = (one for policy in policies.policies for one in policy.detectors.values())
+    return [one for one in every if isinstance(one, IsolatedText)]
 
 
 def _labels(policy: BoundPolicy) -> PolicyLabels:
