@@ -18,8 +18,9 @@ from guard.policy.conversation import places, roles_named
 from guard.policy.measuring import Part, Unplaced
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.shown_texts import IDS
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
-from guard.proxy.wire import IDS, Texts, is_number
+from guard.proxy.wire import Slot, Texts, is_number
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -126,8 +127,7 @@ class GuardedRequest(Generic[F_co]):
     @cached_property
     def texts(self) -> list[Part]:
         """Every text of the messages, and what else the model may be shown."""
-        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
-        return [(slot.message, slot.part, slot.text) for slot in slots]
+        return [(slot.message, slot.part, slot.text) for slot in self._shown]
 
     @cached_property
     def characters(self) -> int:
@@ -137,8 +137,12 @@ class GuardedRequest(Generic[F_co]):
     @property
     def said(self) -> list[Part]:
         """The same without ids and roles, for a model that is asked about the conversation."""
-        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
-        return [(slot.message, slot.part, slot.text) for slot in slots if slot.instead is None]
+        return [(slot.message, slot.part, slot.text) for slot in self._shown if slot.instead is None]
+
+    @property
+    def _shown(self) -> list[Slot]:
+        """Not kept: of a long conversation there are many."""
+        return [*self.form.slots(self.fields), *self.form.beside(self.fields)]
 
     @property
     def unread(self) -> str:

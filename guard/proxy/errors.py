@@ -1,7 +1,7 @@
 """Everything that the proxy itself answers with an error, in the shape that OpenAI's clients read.
 
     ApiError
-    ├── InvalidRequestError       400  the body is not a chat request
+    ├── InvalidRequestError       400  the body is no request, or none that can be guarded
     │   ├── TooLargeError         413  the body is larger than the limit
     │   ├── HeadTooLargeError     431  the request line and headers are larger than the limit, or too many
     │   ├── MediaTypeError        415  the body is not declared to be JSON
@@ -39,6 +39,9 @@ from typing import Any, ClassVar
 import aiohttp
 
 from guard.telemetry.record import LimitKind, LimitScope, Outcome
+
+NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
+"""For OpenAI's clients: the same request would come to the same end."""
 
 
 class ApiError(Exception):
@@ -172,7 +175,7 @@ class BlockedError(ApiError):
     type = "invalid_request_error"
     code = "content_filter"
     outcome = "blocked"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class GuardUnavailableError(ApiError):
@@ -181,28 +184,28 @@ class GuardUnavailableError(ApiError):
     status = 503
     code = "guard_unavailable"
     outcome = "guard_unavailable"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class SteeringError(ApiError):
     status = 502
     code = "steering_unavailable"
     outcome = "guard_unavailable"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class RoutingError(ApiError):
     status = 502
     code = "routing_unavailable"
     outcome = "guard_unavailable"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class RedactionError(ApiError):
     status = 502
     code = "redaction_unavailable"
     outcome = "guard_unavailable"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class StoppedError(ApiError):
@@ -221,7 +224,7 @@ class UpstreamError(ApiError):
 class LoopError(UpstreamError):
     status = 508
     code = "loop_detected"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class UpstreamBusyError(UpstreamError):

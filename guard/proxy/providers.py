@@ -19,7 +19,8 @@ from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError
 from guard.proxy.loops import VIA
 from guard.proxy.provider_file import read_providers
-from guard.proxy.wire import DATA, DONE, TOOL_KINDS, compact
+from guard.proxy.shown_texts import TOOL_KINDS
+from guard.proxy.wire import DATA, DONE, compact
 from guard.settings import SettingsError
 
 UNREAD = "another provider serves this model, and nothing inside it can be read"

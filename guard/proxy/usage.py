@@ -13,7 +13,8 @@ from typing import Any
 
 from guard.mia.results import Readouts
 from guard.proxy.body import GuardedRequest
-from guard.proxy.wire import Form, Texts, media_in, whole_number
+from guard.proxy.shown_texts import media_in
+from guard.proxy.wire import Form, Texts, whole_number
 from guard.proxy.wire_choices import MAX_CHOICES
 from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
 

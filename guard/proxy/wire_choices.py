@@ -14,21 +14,17 @@ from typing import Any
 from guard.policy.measuring import Unplaced
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, MADE_OF, other_texts
+from guard.proxy.shown_texts import AS_TOKENS, around, documents_unplaced, strings, text_slots, unread_files
 from guard.proxy.wire import (
-    AS_TOKENS,
     Ending,
     Fields,
     Form,
     Piece,
     Slot,
-    around,
     check_messages,
     event,
     prompt_pieces,
-    strings,
-    text_slots,
     token_pieces,
-    unread_files,
     whole_number,
 )
 
@@ -247,6 +243,7 @@ chat_form = Form(
     slots=_slots_of_messages,
     beside=_beside_messages,
     unread=unread_files,
+    unplaced=documents_unplaced,
     choices=_number_of_choices,
     limits=("max_completion_tokens", "max_tokens"),
     words=_words,

@@ -13,23 +13,8 @@ from typing import Any
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, other_texts
 from guard.proxy.shown_items import ShownItems
-from guard.proxy.wire import (
-    TOKENS,
-    Ending,
-    Fields,
-    Form,
-    Piece,
-    Seen,
-    Slot,
-    around,
-    beside_of,
-    event,
-    roles_of,
-    strings,
-    text_slots,
-    token_pieces,
-    unread_files,
-)
+from guard.proxy.shown_texts import around, beside_of, documents_unplaced, strings, text_slots, unread_files
+from guard.proxy.wire import TOKENS, Ending, Fields, Form, Piece, Seen, Slot, as_one, event, roles_of, token_pieces
 
 RESPONSES = "/v1/responses"
 ELSEWHERE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
@@ -224,10 +209,6 @@ def _words(channel: str) -> bool:
     return ".output_text." in f"{channel}." or (".content." in channel and channel.endswith(".text"))
 
 
-def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
-    return [(0, data)]
-
-
 def _ends(frame: bytes) -> bool:
     return frame.startswith(tuple(b"event: " + name for name in CLOSING))
 
@@ -299,11 +280,12 @@ responses_form = Form(
     slots=_slots,
     beside=lambda fields: [*beside_of(_messages(fields)), *around(fields)],
     unread=unread_files,
+    unplaced=documents_unplaced,
     choices=lambda fields: 1,
     limits=("max_output_tokens",),
     words=_words,
     pieces=_pieces,
-    parts=_parts,
+    parts=as_one,
     ends=_ends,
     refusal=_refusal,
     refusal_stream=_refusal_stream,
