@@ -1,6 +1,7 @@
 """The proxy as an application: its routes, and the stages that a request for an answer passes, outermost first.
 
     recording   one ledger line and one count for every request, every exception answered        recording.py
+    loops       no request that this guard has sent itself                                      loops.py
     access      API key, or loopback only; limits of key and tenant                             access.py, admission.py
     body        read within limits, parsed, refused at the edge when it cannot be guarded        body.py, wire_*.py
     upstream    asked for what the policy reads; closed the moment it is not wanted              upstream.py, answer.py

@@ -101,7 +101,7 @@ async def test_a_text_that_never_ends_stops_nobody_else_and_the_next_is_read_aga
             await asyncio.sleep(0.02)
         status, headers, _ = await hung
         assert (status, headers["x-guard-action"]) == (200, "flag")
-        assert waited < 0.7
+        assert waited < 1
         while (await proxy.post(saying("a secret")))[0] != 400:
             await asyncio.sleep(0.1)
         (third,) = readers()
@@ -157,4 +157,4 @@ def test_one_that_does_not_load_is_not_started_for_every_text(tmp_path: Path) ->
     assert detector.score_text("a").status == "unavailable"
     began_s = time.perf_counter()
     assert all(detector.score_text("a").reason.endswith("(its process does not start)") for _ in range(50))
-    assert time.perf_counter() - began_s < 0.2
+    assert time.perf_counter() - began_s < 1
