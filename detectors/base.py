@@ -229,7 +229,8 @@ class TextDetector(Protocol):
         """Score of one text: messages of the prompt, or so much of an answer as there is, its words, its reasoning and
         each tool call's arguments apart. A text that can be read in other ways than it is spelt, with letters of other
         scripts or nothing between them, is scored once for each way, and the worst counts: write patterns in plain
-        letters. Raises for nothing that a text may hold."""
+        letters. Raises for nothing that a text may hold. A class with ``isolated = True`` is read in a process of its
+        own (``detectors.isolated``)."""
         ...
 
 

@@ -89,7 +89,7 @@ class Playground:
         )
         sent = _Sent()
         scope = {"type": "http", "method": "POST", "path": chat_form.route, "headers": []}
-        exchange = Exchange(scope, receive, sent.send, {}, record, caller=caller)
+        exchange = Exchange(scope, receive, sent.send, record, caller=caller)
         exchange.judges = both = judges(policy, None)
 
         async def work() -> None:

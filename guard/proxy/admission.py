@@ -116,7 +116,7 @@ def judges_for(policies: PolicyStore, exchange: Exchange, model: str | None) -> 
     """
     record, caller = exchange.record, exchange.caller
     for name in policies.current.selection.headers:
-        if exchange.times(name) > 1:
+        if len(exchange.headers.getlist(name)) > 1:
             raise InvalidRequestError(f"there is more than one {name} header, by which the policy is chosen", name)
     facts = RequestFacts(
         record.request_id, record.route, model, caller.key_hash, caller.tenant, exchange.headers, caller.policy

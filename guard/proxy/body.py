@@ -18,8 +18,9 @@ from guard.policy.conversation import places, roles_named
 from guard.policy.measuring import Part, Unplaced
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.shown_texts import IDS
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
-from guard.proxy.wire import IDS, Texts, is_number
+from guard.proxy.wire import Slot, Texts, is_number
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -117,7 +118,7 @@ class GuardedRequest(Generic[F_co]):
     form: F_co
     fields: dict[str, Any]
     counted: bool = False
-    """Whether the engine is asked to tell the usage with every part of a stream, which is then for us alone."""
+    """Whether vLLM is asked to tell the usage with every part of a stream, which is then for us alone."""
 
     @property
     def model(self) -> str:
@@ -135,8 +136,7 @@ class GuardedRequest(Generic[F_co]):
     @cached_property
     def texts(self) -> list[Part]:
         """Every text of the messages, and what else the model may be shown."""
-        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
-        return [(slot.message, slot.part, slot.text) for slot in slots]
+        return [(slot.message, slot.part, slot.text) for slot in self._shown]
 
     @cached_property
     def characters(self) -> int:
@@ -146,8 +146,12 @@ class GuardedRequest(Generic[F_co]):
     @property
     def said(self) -> list[Part]:
         """The same without ids and roles, for a model that is asked about the conversation."""
-        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
-        return [(slot.message, slot.part, slot.text) for slot in slots if slot.instead is None]
+        return [(slot.message, slot.part, slot.text) for slot in self._shown if slot.instead is None]
+
+    @property
+    def _shown(self) -> list[Slot]:
+        """Not kept: of a long conversation there are many."""
+        return [*self.form.slots(self.fields), *self.form.beside(self.fields)]
 
     @property
     def unread(self) -> str:
@@ -171,7 +175,7 @@ class GuardedRequest(Generic[F_co]):
         options = self.fields.get("stream_options")
         if not (self.streamed and self.wants_usage and isinstance(options, dict)) or options.get(EACH_USAGE):
             return self
-        return replace(self, fields={**self.fields, "stream_options": {**options, EACH_USAGE: True}}, counted=True)
+        return replace(self, counted=True)
 
     def routed(self, model: str) -> GuardedRequest[F_co]:
         """The same for another model."""
@@ -202,6 +206,8 @@ class GuardedRequest(Generic[F_co]):
     def to_json(self, spec: str | None = None) -> bytes:
         """The body for vLLM, asking for ``spec``, in its wire form, if there is one."""
         fields = self.fields
+        if self.counted:
+            fields = {**fields, "stream_options": {**fields["stream_options"], EACH_USAGE: True}}
         if spec is not None:
             fields = {**fields, "vllm_xargs": {**(fields.get("vllm_xargs") or {}), OURS: spec}}
         try:

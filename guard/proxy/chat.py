@@ -79,7 +79,7 @@ class _Asking:
 
     def _conversation(self) -> Conversation:
         request, exchange = self.request, self.exchange
-        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.context)
+        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.passed)
         return Conversation(request.said, request.roles, request.form.words, reader)
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:

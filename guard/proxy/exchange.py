@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from guard.policy import Judges
@@ -18,18 +19,13 @@ from guard.proxy.capturing import Capturing
 from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeError
 from guard.proxy.judging import Unit
 from guard.proxy.keys import Caller
+from guard.proxy.loops import VIA
 from guard.proxy.wire import Texts
 from guard.telemetry.record import RequestRecord
-from guard.telemetry.tracing import Trace
+from guard.telemetry.tracing import CONTEXT_HEADERS, Trace
 
 T = TypeVar("T")
 JSON = {"content-type": "application/json"}
-
-
-def headers_of(scope: Scope) -> dict[str, str]:
-    """A request's headers by name in lower case; of one that is there several times the first."""
-    # Once for all who look: Starlette's own go through the whole list for each name.
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
 class ClientGoneError(Exception):
@@ -69,15 +65,15 @@ async def _disconnected(receive: Receive) -> None:
 
 @dataclass
 class Exchange:
-    """``headers``: as ``headers_of`` has them. ``named_errors``: as a ``Form``'s. ``caller``: who asks, once that is
-    ``known``. ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are
+    """``named_errors``: as a ``Form``'s. ``caller``: who asks, once that is ``known``.
+    ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are
     chosen. ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces.
+    ``via``: the guards that it came through, and this one.
     ``sent``: what a model server was asked last, ``sent_times`` at once; None: nothing yet."""
 
     scope: Scope
     receive: Receive
     send: Send
-    headers: Mapping[str, str]
     record: RequestRecord
     named_errors: bool = False
     caller: Caller = field(default_factory=Caller)
@@ -86,23 +82,26 @@ class Exchange:
     judges: Judges | None = None
     capturing: Capturing | None = None
     trace: Trace | None = None
+    via: str = ""
     sent: GuardedRequest[Texts] | None = None
     sent_times: int = 1
+    headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.headers = Headers(scope=self.scope)
 
     @property
     def started(self) -> bool:
         return self.record.status is not None
 
     @property
-    def context(self) -> Mapping[str, str]:
-        """Headers with the trace context for whoever is asked: of our span, or the client's own."""
-        return self.headers if self.trace is None else self.trace.headers
-
-    def times(self, header: str) -> int:
-        """How often a header is there; its name in lower case."""
-        return sum(name == header.encode("latin-1") for name, _ in self.scope["headers"])
+    def passed(self) -> Mapping[str, str]:
+        """The only headers of the request that a model server gets, the key not among them: the trace context, of our
+        span or the client's own, and the guards that it came through."""
+        context = self.headers if self.trace is None else self.trace.headers
+        return {VIA: self.via, **{name: context[name] for name in CONTEXT_HEADERS if name in context}}
 
     def need_method(self, method: str) -> None:
         if self.scope["method"] != method:

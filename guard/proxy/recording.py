@@ -14,11 +14,12 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from guard.proxy.access import client_request_id
 from guard.proxy.errors import ApiError, InternalError, StoppedError, UpstreamError, UpstreamSilentError
-from guard.proxy.exchange import ClientGoneError, Exchange, headers_of
+from guard.proxy.exchange import ClientGoneError, Exchange
 from guard.proxy.services import Services
 from guard.proxy.usage import expect_nothing, settle
 from guard.telemetry.record import RequestRecord
@@ -47,12 +48,13 @@ class Recorded:
         services = self._services
         # Until it is known who asks for what, the default policy stands for the request.
         policy = services.policies.current.default.live
-        headers = headers_of(scope)
-        record = RequestRecord(self._route, policy.name, policy.hash, client_request_id=client_request_id(headers))
+        record = RequestRecord(
+            self._route, policy.name, policy.hash, client_request_id=client_request_id(Headers(scope=scope))
+        )
         services.under_way += 1
         self._in_flight.inc()
-        exchange = Exchange(scope, receive, send, headers, record)
-        exchange.trace = services.tracing.begin(record, scope["method"], headers)
+        exchange = Exchange(scope, receive, send, record)
+        exchange.trace = services.tracing.begin(record, scope["method"], exchange.headers)
         try:
             await answer(exchange, self._admitted(exchange))
         finally:
@@ -74,6 +76,7 @@ class Recorded:
     async def _admitted(self, exchange: Exchange) -> None:
         """Every route is for those who may ask, as often as they may."""
         services, record = self._services, exchange.record
+        exchange.via = services.hops.via(exchange.headers)
         caller = exchange.caller = services.access.check(exchange.headers)
         exchange.known = True
         record.key, record.tenant = caller.key_id, caller.tenant

@@ -20,12 +20,8 @@ from guard.mia.results import Readouts
 from guard.policy import Decision
 from guard.policy.judged_paths import RERANK
 from guard.policy.measuring import Unplaced
-from guard.policy.schema import Action
-from guard.proxy.access import check_media_type
-from guard.proxy.admission import judges_for
 from guard.proxy.answer import Whole
-from guard.proxy.body import GuardedRequest, parsed
-from guard.proxy.embeddings import joined_of, judged_each
+from guard.proxy.body import GuardedRequest
 from guard.proxy.errors import (
     InvalidRequestError,
     RedactionError,
@@ -39,8 +35,9 @@ from guard.proxy.recording import Handler
 from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
+from guard.proxy.text_judged import STEERS, judged_by_texts
 from guard.proxy.usage import expect_nothing
-from guard.proxy.verdict import blocked, note, spec_refusal_of
+from guard.proxy.verdict import spec_refusal_of
 from guard.proxy.wire import Fields, Slot, Texts
 from guard.proxy.wire_choices import chat_form
 from guard.uses.parts import UnreadableError
@@ -58,7 +55,6 @@ from guard.uses.rerank import (
 
 UNREAD = Unplaced("detectors of conversations do not read a prompt of the reranker")
 NOT_READ = Finding(None, UNREAD.whole)
-STEERS: tuple[Action, ...] = ("steer", "retry")
 FIELDS = frozenset({"model", "query", "documents", "top_n", "return_documents", "user", "stream"})
 ID_SUFFIXES = ("-query", "-blank")
 """Behind the request's id, so that vLLM's log tells the two prompts apart."""
@@ -139,26 +135,13 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
     """The handler of one path. It raises ``ApiError`` or ``ClientGoneError`` for every end but an answer."""
 
     async def handle(services: Services, exchange: Exchange) -> None:
-        record, settings = exchange.record, services.settings
-        exchange.need_method("POST")
-        check_media_type(exchange.headers)
-        raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
-        began_s = time.perf_counter()
-        threads = services.threads.of(exchange.caller.key_hash)
-        request = await parsed(rerank_form, raw, threads)
-        record.model = request.model
-        if reason := services.unread(request.model):
-            raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
-        judges = judges_for(services.policies, exchange, request.model)
-        found = await judged_each(judges, _prompts_of(request), NOT_READ, threads)
-        together = joined_of(judges, found)
-        note(judges, together, record)
-        # No gate can open.
-        record.armed = ()
-        record.own_s = time.perf_counter() - began_s
-        if together.decision.action == "block":
-            raise blocked(together.decision)
-        for decision in (one.decision for one in found):
+        def prompts_of(request: GuardedRequest[Texts]) -> list[GuardedRequest[Texts]]:
+            if reason := services.unread(request.model):
+                raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
+            return _prompts_of(request)
+
+        request, _, decisions = await judged_by_texts(services, exchange, rerank_form, prompts_of, NOT_READ)
+        for decision in decisions:
             _check_changes_nothing(decision)
         await exchange.until_client_leaves(_rerank(services, exchange, request, config, path))
 
@@ -233,7 +216,7 @@ async def _ask(
                 chat_form.route,
                 raw,
                 exchange.record.request_id + suffix,
-                exchange.context,
+                exchange.passed,
                 early=False,
                 affinity=affinity_of({"model": model, "prompt": documents[0]}),
             )
