@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from guard.cli import app
 from guard.machine import free_port
 from guard.proxy.loops import MOST_GUARDS, own_among
+from guard.proxy.upstream import CAPABILITIES
 from tests.proxy.command import guard_proxy
 from tests.proxy.conftest import BODY, StartProxy
 from tests.proxy.engine import FakeEngine, running
@@ -39,6 +40,9 @@ class Middle:
         self.seen: list[str] = []
 
     async def pass_on(self, request: web.Request) -> web.Response:
+        if request.path == CAPABILITIES:
+            # A guard asks by itself, now and then.
+            raise web.HTTPNotFound
         self.seen.append(request.path)
         headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
         async with (
