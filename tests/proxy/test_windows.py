@@ -1,0 +1,190 @@
+"""Detectors with windows, through the proxy: what surrounds an attack does not dilute it, and what was not read is never
+clean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.detectors.weights import write
+from tests.proxy.conftest import StartProxy, eventually
+from tests.proxy.engine import FakeEngine, running
+
+SENTENCE = "The committee met on Monday and went home early. "
+ATTACK = "EVIL words stand here. "
+LONG = SENTENCE * 10 + ATTACK + SENTENCE * 10
+SYSTEM = "You help."
+
+POLICY = """\
+version: 1
+name: test
+prompt_timeout_s: 30
+detectors:
+  danger: {kind: probe}
+rules:
+  - {name: stop, when: {detector: danger, at_least: 0.9}, action: block, on_error: ON_ERROR, on_timeout: ON_TIMEOUT}
+"""
+
+
+def policy(on_error: str = "flag", on_timeout: str = "allow") -> str:
+    return POLICY.replace("ON_ERROR", on_error).replace("ON_TIMEOUT", on_timeout)
+
+
+def body(text: str = LONG, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
+        **more,
+    }
+
+
+@pytest.fixture(autouse=True)
+def _with_windows(tmp_path: Path, start_proxy: StartProxy) -> None:
+    """The probe has windows of at most 120 characters."""
+    windowed(tmp_path, most=64)
+
+
+def windowed(tmp_path: Path, **windows: int) -> None:
+    tensors = {"weight": np.ones(1, np.float32), "bias": np.zeros(1, np.float32)}
+    given = {"characters": 120, "stride": 60, **windows}
+    write(tmp_path / "model_configs" / "probe", "probe", tensors, layers=[3], hidden_size=1, windows=given)
+
+
+def texts(engine: FakeEngine) -> list[str]:
+    return [one["messages"][-1]["content"] for one in engine.windows]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_attack_in_the_middle_of_a_long_text_is_blocked_by_the_window_that_it_is_in(
+    start_proxy: StartProxy, stream: bool
+) -> None:
+    engine = FakeEngine(logit=-5.0, window_logits={"EVIL": 5.0})
+    async with running(engine), start_proxy(engine, policy()) as proxy:
+        status, headers, answer = await proxy.post(body(stream=stream))
+        assert (status, headers["x-guard-rules"]) == (400, "stop")
+        assert json.loads(answer)["error"]["code"] == "content_filter"
+        entry = await proxy.entry()
+        assert entry["scores"]["danger"] == pytest.approx(0.9933, abs=1e-4)
+        assert entry["window_passes"] == len(engine.windows) == len(set(texts(engine)))
+        assert entry["timings_ms"]["window_passes"] > 0
+        assert "committee" not in proxy.ledger.read_text()
+        metrics = (await proxy.get("/metrics"))[2].decode()
+        assert 'guard_window_passes_seconds_count{route="/v1/chat/completions"} 1.0' in metrics
+    for one in engine.windows:
+        assert (one["model"], one["max_tokens"]) == ("tiny", 1)
+        assert one["messages"][0] == {"role": "system", "content": SYSTEM}
+        assert json.loads(one["vllm_xargs"]["mia"])["hidden"] == {"danger.layer3": {"layer": 3}}
+
+
+async def test_every_character_of_the_data_is_in_a_window_and_nothing_else_is(start_proxy: StartProxy) -> None:
+    engine = FakeEngine()
+    said = [f"sentence number {i} of the tool's answer stands here." for i in range(40)]
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "An earlier question. " * 20},
+        {"role": "assistant", "content": "An earlier answer. " * 20},
+        {"role": "user", "content": "Look it up."},
+        {"role": "assistant", "content": "", "tool_calls": []},
+        {"role": "tool", "content": "\n".join(said), "tool_call_id": "1"},
+    ]
+    async with running(engine), start_proxy(engine, policy()) as proxy:
+        assert (await proxy.post(body(messages=messages)))[0] == 200
+    read = texts(engine)
+    assert all(any(sentence in window for window in read) for sentence in said)
+    assert all(len(window) <= 120 for window in read)
+    assert not any("earlier" in window for window in read)
+
+
+async def test_a_text_that_is_no_longer_than_a_window_is_read_once(start_proxy: StartProxy) -> None:
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, policy()) as proxy:
+        assert (await proxy.post(body(SENTENCE)))[0] == 200
+        entry = await proxy.entry()
+        assert (entry["window_passes"], entry["detectors"]["danger"]) == (0, "scored")
+    assert not engine.windows
+
+
+async def test_a_clean_text_passes_when_all_of_its_windows_were_read(start_proxy: StartProxy) -> None:
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, policy(on_error="block")) as proxy:
+        assert (await proxy.post(body()))[0] == 200
+        assert (await proxy.entry())["detectors"]["danger"] == "scored"
+    assert engine.windows
+
+
+@pytest.mark.parametrize(("logits", "status"), [({"EVIL": None}, 503), ({"EVIL": None, "early": 5.0}, 400)])
+async def test_a_window_that_the_engine_refuses_leaves_no_low_score_clean_and_its_text_goes_nowhere(
+    start_proxy: StartProxy, logits: dict[str, float | None], status: int
+) -> None:
+    engine = FakeEngine(window_logits=logits)
+    async with running(engine), start_proxy(engine, policy(on_error="block")) as proxy:
+        found, _, answer = await proxy.post(body())
+        assert found == status
+        assert "EVIL" not in answer.decode() + proxy.ledger.read_text()
+        told = (await proxy.entry())["detectors"]["danger"]
+        assert told == "scored: the model server answers the second pass with 400 (400)"
+
+
+async def test_more_windows_than_are_read_leave_no_low_score_clean(start_proxy: StartProxy, tmp_path: Path) -> None:
+    windowed(tmp_path, most=3)
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, policy(on_error="block")) as proxy:
+        assert (await proxy.post(body()))[0] == 503
+        entry = await proxy.entry()
+        assert entry["detectors"]["danger"] == "scored: the data has more windows than are read"
+    assert 1 <= len(engine.windows) <= 3
+
+
+async def test_windows_that_come_too_late_are_what_on_timeout_says(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(window_delay_s=None)
+    impatient = policy(on_timeout="block").replace("prompt_timeout_s: 30", "prompt_timeout_s: 0.4")
+    async with running(engine), start_proxy(engine, impatient) as proxy:
+        status, _, answer = await proxy.post(body())
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "guard_unavailable")
+        entry = await proxy.entry()
+        assert entry["timed_out"] == ["danger"]
+        assert entry["detectors"]["danger"] == "scored: not all windows were read in time"
+        await eventually(lambda: engine.open == 0)
+
+
+async def test_a_client_that_leaves_takes_its_windows_with_it(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(window_delay_s=None)
+    async with running(engine), start_proxy(engine, policy()) as proxy:
+        asking = asyncio.create_task(proxy.post(body()))
+        await eventually(lambda: len(engine.windows) > 3)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await eventually(lambda: engine.open == 0)
+        assert (await proxy.entry())["outcome"] == "client_gone"
+
+
+async def test_detectors_that_read_the_same_windows_share_their_passes(start_proxy: StartProxy) -> None:
+    both = policy().replace("danger: {kind: probe}", "danger: {kind: probe}\n  other: {kind: probe, scope: [user]}")
+    engine = FakeEngine(window_logits={"EVIL": 5.0})
+    async with running(engine), start_proxy(engine, both) as proxy:
+        assert (await proxy.post(body()))[0] == 400
+        scores = (await proxy.entry())["scores"]
+        assert scores["other"] == scores["danger"] > 0.99
+    assert len(set(texts(engine))) == len(engine.windows)
+    assert all(len(json.loads(one["vllm_xargs"]["mia"])["hidden"]) == 2 for one in engine.windows)
+
+
+async def test_a_policy_says_which_messages_are_the_data_that_windows_are_cut_from(start_proxy: StartProxy) -> None:
+    bound = policy().replace("{kind: probe}", "{kind: probe, spans: {data: [tool], instruction: [system]}}")
+    engine = FakeEngine(window_logits={"EVIL": 5.0})
+    async with running(engine), start_proxy(engine, bound) as proxy:
+        assert (await proxy.post(body()))[0] == 200, "there is no message of a tool"
+    assert not engine.windows
+
+
+async def test_rules_for_answers_go_by_the_windows_of_the_prompt_too(start_proxy: StartProxy) -> None:
+    later = policy().replace("name: stop,", "name: stop, stage: output,")
+    engine = FakeEngine(window_logits={"EVIL": 5.0})
+    async with running(engine), start_proxy(engine, later) as proxy:
+        assert (await proxy.post(body()))[0] == 400
+        assert (await proxy.entry())["answer"]["rule"] == "stop"
