@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,10 @@ IN_PASS: Mapping[str, tuple[str, ...]] = {INSTRUCTION: ("system",), DATA: ("user
 """Where these are in a pass."""
 
 SENTENCE_END = re.compile(r"[.!?\u3002]\s")
+
+
+UNREAD = Score("unavailable", reason="its windows were not read")
+MORE = Score("unavailable", reason="the data has more windows than are read")
 
 
 class Windows(Section):
@@ -55,7 +59,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Cut:
-    """``more``: there are windows beyond ``windows``, which ``most`` leaves out."""
+    """Each text once. ``more``: there are windows beyond ``windows``, which ``most`` leaves out."""
 
     windows: tuple[Window, ...]
     more: bool
@@ -66,14 +70,19 @@ def cut(texts: Sequence[str], windows: Windows) -> Cut:
     longer than one window."""
     if sum(map(len, texts)) <= windows.characters:
         return Cut((), False)
-    found = (
-        Window(number, start, end)
-        for number, text in enumerate(texts)
-        for start, end in _stretches(text, windows)
-        if not is_blank(text[start:end])
-    )
+    found = _different(texts, windows)
     first = tuple(islice(found, windows.most))
     return Cut(first, next(found, None) is not None)
+
+
+def _different(texts: Sequence[str], windows: Windows) -> Iterator[Window]:
+    seen: set[str] = set()
+    for number, text in enumerate(texts):
+        for start, end in _stretches(text, windows):
+            window = text[start:end]
+            if window not in seen and not is_blank(window):
+                seen.add(window)
+                yield Window(number, start, end)
 
 
 def _stretches(text: str, windows: Windows) -> Iterator[tuple[int, int]]:
@@ -102,6 +111,28 @@ def pass_messages(instruction: str, window: str) -> tuple[dict[str, str], ...]:
     """What the model reads in a pass: the instruction, if there is one, and the window as what a user says."""
     system = () if is_blank(instruction) else ({"role": "system", "content": instruction},)
     return (*system, {"role": "user", "content": window})
+
+
+def texts_in(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Of a conversation, its instruction and its data where no policy says otherwise (``TEXTS``)."""
+    said = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    data = {*said[-1:], *(i for i, message in enumerate(messages) if message["role"] == "tool")}
+    instruction = [text for message in messages if message["role"] == "system" for text in _texts(message)]
+    return "\n".join(instruction), [text for i in sorted(data) for text in _texts(messages[i])]
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """Of a content that is one text, or a list of parts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return [text for part in parts if isinstance(part, Mapping) and isinstance(text := part.get("text"), str)]
+
+
+def passes_of(messages: Sequence[Mapping[str, Any]], windows: Windows) -> tuple[list[tuple[dict[str, str], ...]], bool]:
+    """The conversations that are read of one beside it, and whether it has more windows than these."""
+    instruction, data = texts_in(messages)
+    found = cut(data, windows)
+    return [pass_messages(instruction, data[one.text][one.start : one.end]) for one in found.windows], found.more
 
 
 def windowed(whole: Score, windows: Sequence[Score], unread: Score | None = None) -> Score:

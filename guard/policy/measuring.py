@@ -29,7 +29,7 @@ from detectors.base import (
     WindowDetector,
 )
 from detectors.deadline import TooLateError, check_deadline
-from detectors.windows import DATA, IN_PASS, INSTRUCTION, TEXTS, Cut, Windows, cut, windowed
+from detectors.windows import DATA, IN_PASS, INSTRUCTION, TEXTS, UNREAD, Cut, Windows, cut, windowed
 from guard.mia.results import AttentionReadout, AttentionRowsReadout, Readout, Readouts
 from guard.mia.spec import (
     AttentionCapture,
@@ -97,7 +97,7 @@ PLACED = Unplaced()
 @dataclass(frozen=True)
 class Passes:
     """What a detector with windows has the model read of a prompt: ``instruction`` with each of ``windows`` in turn,
-    which are texts of ``found``, each once."""
+    the texts of ``found``."""
 
     instruction: str
     windows: tuple[str, ...]
@@ -164,7 +164,7 @@ class Measurement:
         assert self.windows is not None
         data = texts_of(self.texts[DATA], parts, roles)
         found = cut(data, self.windows)
-        read = tuple(dict.fromkeys(data[one.text][one.start : one.end] for one in found.windows))
+        read = tuple(data[one.text][one.start : one.end] for one in found.windows)
         return Passes("\n".join(texts_of(self.texts[INSTRUCTION], parts, roles)), read, found)
 
     @property
@@ -411,8 +411,7 @@ class Steering:
 Windowed = tuple[Sequence[Score], Score | None]
 """The scores of a prompt's windows, and why there are more of them; see ``windowed``."""
 
-UNREAD_WINDOWS: Windowed = ((), Score("unavailable", reason="its windows were not read"))
-MORE_WINDOWS = Score("unavailable", reason="the data has more windows than are read")
+UNREAD_WINDOWS: Windowed = ((), UNREAD)
 
 
 @dataclass(frozen=True)

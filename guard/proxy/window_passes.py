@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from detectors.base import Score
-from detectors.windows import pass_messages
+from detectors.windows import MORE, pass_messages
 from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec
 from guard.policy import Judges, Question
 from guard.policy.judges import PROMPT
-from guard.policy.measuring import MORE_WINDOWS, Measurement, Part, Passes, Windowed, question
+from guard.policy.measuring import Measurement, Part, Passes, Windowed, question
 from guard.proxy.second_pass import ID_SUFFIX, PassReader, SecondPassError
 from guard.telemetry.record import RequestRecord
 
@@ -53,7 +53,7 @@ class WindowPasses:
     def _scores(self, key: str, passes: Passes) -> Windowed:
         found = [self.tasks[passes.instruction, window] for window in passes.windows]
         scores = [self._score(self.measured[key], task) for task in found]
-        return scores, MORE_WINDOWS if passes.found.more else None
+        return scores, MORE if passes.found.more else None
 
     def _score(self, one: Measurement, task: asyncio.Task[Readouts | Score]) -> Score:
         if not task.done():

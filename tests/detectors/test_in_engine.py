@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,6 @@ def detectors(folder: Path) -> dict[str, AnyDetector]:
         made[f"call-{where}"] = call.computed(in_engine=in_engine)
     heads = [[layer - 1, head] for layer, head in HEADS]
     made["focus"] = build(folder / "focus", "attention_tracker", important_heads=heads, generated_tokens=3)
-    made["stretches"] = build(
-        folder / "stretches", "attention_tracker", important_heads=heads, windows={"tokens": 16, "stride": 8}
-    )
     return made
 
 
@@ -203,22 +199,6 @@ def test_the_tracker_averages_over_the_last_prompt_token_and_the_first_generated
     rows = weights[:, asked.prompt - 1 : asked.prompt + 3]
     instruction, data = rows[:, :, i].sum(axis=2), rows[:, :, d].sum(axis=2)
     assert asked.scores["focus"].value == pytest.approx(1 - (instruction / (instruction + data)).mean(), abs=1e-5)
-
-
-def test_the_trackers_windows_find_the_stretch_of_data_that_draws_most(asked: Asked) -> None:
-    last = attention(asked)[:, asked.prompt - 1]
-    (start, end), = asked.readouts.span_tokens["stretches.data"]  # fmt: skip
-    instruction = last[:, slice(*asked.readouts.span_tokens["stretches.instruction"][0])].sum(axis=1)
-    starts = [*range(start, end - 16, 8), end - 16]
-    masses = np.array([last[:, at : at + 16].sum(axis=1) for at in starts])
-    drift = (masses / (masses + instruction)).mean(axis=1)
-    best = int(np.argmax(drift))
-    score = asked.scores["stretches"]
-    assert score.value == pytest.approx(drift[best], abs=1e-5)
-    (drawing,) = (one for one in score.passages if (one.start, one.end) == (starts[best], starts[best] + 16))
-    assert drawing.weight == pytest.approx((masses[best] / last[:, start:end].sum(axis=1)).mean(), abs=1e-4)
-    apart = sorted((one.start, one.end) for one in score.passages)
-    assert all(a[1] <= b[0] for a, b in pairwise(apart))
 
 
 def test_the_science_classifier_reads_the_normed_last_state_of_its_own_prompt(asked: Asked, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Detectors with windows, through the proxy: what surrounds an attack does not dilute it, and what was not read is never
-clean."""
+"""Detectors with windows, through the proxy: what surrounds an attack does not dilute it, and what was not read is
+never clean."""
 
 from __future__ import annotations
 
