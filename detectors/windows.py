@@ -135,8 +135,15 @@ def passes_of(messages: Sequence[Mapping[str, Any]], windows: Windows) -> tuple[
     return [pass_messages(instruction, data[one.text][one.start : one.end]) for one in found.windows], found.more
 
 
+def placed(score: Score, message: int, part: int, window: Window) -> Score:
+    """The score of a window, with where it is: characters of a part of a message, all counted from 0."""
+    place = {"window_message": message, "window_part": part, "window_start": window.start, "window_end": window.end}
+    return replace(score, details=(*score.details, *((name, float(at)) for name, at in place.items())))
+
+
 def windowed(whole: Score, windows: Sequence[Score], unread: Score | None = None) -> Score:
-    """The highest score of the whole prompt and of its windows. ``unread``: why there are more than these.
+    """The highest score of the whole prompt and of its windows, with the whole prompt's passages. ``unread``: why there
+    are more windows than these.
 
     What is missing among them makes it a score that is *at least* this high; where all are missing there is none.
     """
@@ -145,6 +152,7 @@ def windowed(whole: Score, windows: Sequence[Score], unread: Score | None = None
     worst = max((one for one in scores if one.value is not None), key=lambda one: one.value or 0.0, default=None)
     if worst is None:
         return missing[0]
+    worst = replace(worst, passages=whole.passages)
     if not missing:
         return worst
     late = all(one.timed_out for one in missing)

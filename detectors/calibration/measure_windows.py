@@ -127,12 +127,16 @@ def profile_of(benign: Sequence[Stretches]) -> Callable[[Stretches], Array]:
 
     def bins(one: Stretches) -> Index:
         away = np.log2(np.maximum(one.prompt_tokens - one.ends, 1))
-        return np.minimum((away * BINS / 12).astype(np.int64), BINS - 1)
+        return np.asarray(np.minimum(away * BINS / 12, BINS - 1), np.int64)
 
     logs = [np.log(one.mass / np.maximum(one.ends - one.starts, 1)[:, None] + EPSILON) for one in benign]
     every, at = np.concatenate(logs), np.concatenate([bins(one) for one in benign])
     table = np.stack([every[at == i].mean(axis=0) if (at == i).any() else every.mean(axis=0) for i in range(BINS)])
-    return lambda one: table[bins(one)]
+
+    def at_place(one: Stretches) -> Array:
+        return np.asarray(table[bins(one)])
+
+    return at_place
 
 
 def by_head(values: Sequence[Array]) -> Array:

@@ -29,7 +29,7 @@ from detectors.base import (
     WindowDetector,
 )
 from detectors.deadline import TooLateError, check_deadline
-from detectors.windows import DATA, IN_PASS, INSTRUCTION, TEXTS, UNREAD, Cut, Windows, cut, windowed
+from detectors.windows import DATA, IN_PASS, INSTRUCTION, TEXTS, UNREAD, Window, Windows, cut, windowed
 from guard.mia.results import AttentionReadout, AttentionRowsReadout, Readout, Readouts
 from guard.mia.spec import (
     AttentionCapture,
@@ -96,12 +96,12 @@ PLACED = Unplaced()
 
 @dataclass(frozen=True)
 class Passes:
-    """What a detector with windows has the model read of a prompt: ``instruction`` with each of ``windows`` in turn,
-    the texts of ``found``."""
+    """What a detector with windows has the model read of a prompt: ``instruction`` with each of ``windows`` in turn, of
+    which this has the text, message and part, and where it is in that. ``more``: there are windows beyond these."""
 
     instruction: str
-    windows: tuple[str, ...]
-    found: Cut
+    windows: tuple[tuple[str, tuple[int, int], Window], ...]
+    more: bool
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,11 @@ class Measurement:
     def passes(self, parts: Sequence[Part], roles: Sequence[str]) -> Passes:
         """Of a detector with windows: what it has the model read once more."""
         assert self.windows is not None
-        data = texts_of(self.texts[DATA], parts, roles)
-        found = cut(data, self.windows)
-        read = tuple(data[one.text][one.start : one.end] for one in found.windows)
-        return Passes("\n".join(texts_of(self.texts[INSTRUCTION], parts, roles)), read, found)
+        data = meant_by(self.texts[DATA], parts, roles)
+        found = cut([text for _, _, text in data], self.windows)
+        instruction = text_of(self.texts[INSTRUCTION], parts, roles)
+        windows = tuple((data[one.text][2][one.start : one.end], data[one.text][:2], one) for one in found.windows)
+        return Passes(instruction, windows, found.more)
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -341,11 +342,11 @@ def at_least(score: Score, reason: str) -> Score:
 
 def text_of(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[str]) -> str:
     """The texts of all messages that are meant, one under the other."""
-    return "\n".join(texts_of(selectors, parts, roles))
+    return "\n".join(text for _, _, text in meant_by(selectors, parts, roles))
 
 
-def texts_of(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[str]) -> list[str]:
-    """The texts of all messages and parts that are meant, each part for itself."""
+def meant_by(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[str]) -> list[Part]:
+    """Those of the texts that are meant."""
     meant = places(selectors, roles)
     count = Counter(message for message, part, _ in parts if part >= 0)
 
@@ -353,7 +354,7 @@ def texts_of(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[st
         ways = (None, part, part - count[message]) if part >= 0 else (None,)
         return any((message, way) in meant for way in ways)
 
-    return [text for message, part, text in parts if is_meant(message, part)]
+    return [one for one in parts if is_meant(*one[:2])]
 
 
 def measurement(

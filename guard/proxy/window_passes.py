@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from detectors.base import Score
-from detectors.windows import MORE, pass_messages
+from detectors.windows import MORE, pass_messages, placed
 from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec
 from guard.policy import Judges, Question
@@ -51,9 +51,11 @@ class WindowPasses:
         return replace(asked, windows={key: self._scores(key, of_one) for key, of_one in self.passes.items()})
 
     def _scores(self, key: str, passes: Passes) -> Windowed:
-        found = [self.tasks[passes.instruction, window] for window in passes.windows]
-        scores = [self._score(self.measured[key], task) for task in found]
-        return scores, MORE if passes.found.more else None
+        scores = [
+            placed(self._score(self.measured[key], self.tasks[passes.instruction, text]), *place, window)
+            for text, place, window in passes.windows
+        ]
+        return scores, MORE if passes.more else None
 
     def _score(self, one: Measurement, task: asyncio.Task[Readouts | Score]) -> Score:
         if not task.done():
@@ -74,8 +76,8 @@ async def window_passes(
     passes = {key: one.passes(parts, roles) for key, one in measured.items()}
     wanted: dict[Asked, list[str]] = {}
     for key, of_one in passes.items():
-        for window in of_one.windows:
-            wanted.setdefault((of_one.instruction, window), []).append(key)
+        for text, _, _ in of_one.windows:
+            wanted.setdefault((of_one.instruction, text), []).append(key)
     turn = asyncio.Semaphore(AT_ONCE)
 
     @cache

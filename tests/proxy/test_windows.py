@@ -72,6 +72,9 @@ async def test_an_attack_in_the_middle_of_a_long_text_is_blocked_by_the_window_t
         assert entry["scores"]["danger"] == pytest.approx(0.9933, abs=1e-4)
         assert entry["window_passes"] == len(engine.windows) == len(set(texts(engine)))
         assert entry["timings_ms"]["window_passes"] > 0
+        place = {name.removeprefix("window_"): int(at) for name, at in entry["details"]["danger"].items()}
+        assert (place["message"], place["part"]) == (1, 0)
+        assert "EVIL" in LONG[place["start"] : place["end"]]
         assert "committee" not in proxy.ledger.read_text()
         metrics = (await proxy.get("/metrics"))[2].decode()
         assert 'guard_window_passes_seconds_count{route="/v1/chat/completions"} 1.0' in metrics
