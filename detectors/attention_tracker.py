@@ -7,12 +7,13 @@ higher value is likelier an injection. Needs no training, only the choice of hea
 
 Two additions of ours. ``generated_tokens``: the focus score is the mean over the last prompt token and the first
 generated ones. ``windows``: the data of a long prompt is read once more, window by window, and the highest value counts
-(``detectors.windows``).
+(``detectors.windows``); a score then also has passages, the stretches of the data with most of the attention on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from detectors.base import CapturePlan, Score, TokenValues
+from detectors.base import CapturePlan, Passage, Score, SpanTokens, TokenValues
 from detectors.model_config import ModelConfig, Section, load_model_config
 from detectors.windows import DATA, INSTRUCTION, TEXTS, Windows
 from guard.mia.results import AttentionReadout, AttentionRowsReadout, FloatArray, Readout
@@ -33,6 +34,10 @@ turns and the model's own answers are neither: they were judged when they were n
 
 EPSILON = 1e-8
 
+PASSAGE_TOKENS = 64
+MOST_PASSAGES = 3
+"""That a score names, and how long each is."""
+
 Index = Annotated[int, Field(ge=0, le=1023)]
 
 
@@ -44,7 +49,8 @@ class Params(Section):
     """From how many of the first generated tokens the attention is read, beside the last prompt token. With any, the
     score is there when the answer is. Never together with ``windows``."""
     windows: Windows | None = None
-    """Read a long prompt's data once more, window by window."""
+    """Read a long prompt's data once more, window by window. For passages the heads' weights on all tokens leave the
+    engine: 4 bytes for each head and token of the prompt."""
 
     @model_validator(mode="after")
     def _one_addition(self) -> Self:
@@ -81,7 +87,8 @@ class AttentionTracker:
 
     def plan(self) -> CapturePlan:
         spans = (INSTRUCTION, DATA)
-        attention = {CAPTURE: AttentionCapture(heads=self.heads, spans=spans)}
+        with_passages = self.windows is not None
+        attention = {CAPTURE: AttentionCapture(heads=self.heads, spans=spans, weights=with_passages)}
         if first := self.config.params.generated_tokens:
             attention[ANSWER] = AttentionCapture(
                 heads=self.heads, spans=spans, positions=FirstGenerated(generated=first)
@@ -100,6 +107,15 @@ class AttentionTracker:
             return Score("unavailable", reason=readout.reason or f"attention readout is {readout.status}")
         mean = readout.weights.astype(np.float64).mean(axis=0)
         return TokenValues(tuple(mean.tolist()), tuple(range(len(mean))))
+
+    def score_spans(self, readouts: Mapping[str, Readout], span_tokens: SpanTokens) -> Score:
+        """As ``score``; passages need to know which tokens are the data."""
+        score, readout, ranges = self.score(readouts), readouts.get(CAPTURE), span_tokens.get(DATA, ())
+        if score.status != "scored" or not isinstance(readout, AttentionReadout) or readout.weights is None:
+            return score
+        if not ranges or max(end for _, end in ranges) > readout.weights.shape[1]:
+            return score
+        return replace(score, passages=passages_in(readout.weights.astype(np.float64), ranges))
 
     def score(self, readouts: Mapping[str, Readout]) -> Score:
         readout = readouts.get(CAPTURE)
@@ -140,3 +156,28 @@ class AttentionTracker:
         assert instruction is not None
         assert data is not None
         return focus_scores(instruction, data)
+
+
+def passages_in(weights: npt.NDArray[np.float64], ranges: Sequence[tuple[int, int]]) -> tuple[Passage, ...]:
+    """Stretches of the data that do not overlap, those with the largest share of the attention on it first.
+
+    weights: ``[heads, tokens]``; ranges: the data's tokens. None reaches over the end of a range: two messages are two
+    texts.
+    """
+    sums = np.concatenate([np.zeros((len(weights), 1)), np.cumsum(weights, axis=1)], axis=1)
+    data = sum(sums[:, end] - sums[:, start] for start, end in ranges) + EPSILON
+    found = [
+        Passage(at, min(at + PASSAGE_TOKENS, end), _share(sums, at, min(at + PASSAGE_TOKENS, end), data))
+        for start, end in ranges
+        for at in range(start, end, PASSAGE_TOKENS // 2)
+    ]
+    apart: list[Passage] = []
+    for one in sorted(found, key=lambda one: one.weight, reverse=True):
+        if all(one.end <= other.start or one.start >= other.end for other in apart):
+            apart.append(one)
+    return tuple(apart[:MOST_PASSAGES])
+
+
+def _share(sums: npt.NDArray[np.float64], start: int, end: int, data: npt.NDArray[np.float64]) -> float:
+    """Mean over the heads."""
+    return min(1.0, max(0.0, float(((sums[:, end] - sums[:, start]) / data).mean())))

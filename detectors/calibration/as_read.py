@@ -111,4 +111,6 @@ class AsRead:
     def _score(self, readouts: Readouts) -> Score:
         items = readouts.items.items()
         own = {name.removeprefix(self._prefix): one for name, one in items if name.startswith(self._prefix)}
+        if isinstance(self._detector, AttentionTracker):
+            return self._detector.score_spans(own, readouts.span_tokens)
         return self._detector.score(own)

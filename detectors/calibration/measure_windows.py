@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import rankdata  # type: ignore[import-untyped]
 
 from detectors.attention_tracker import AttentionTracker, focus_scores
 from detectors.calibration.evaluation import measured
@@ -42,7 +43,7 @@ HEADS = (1, 2, 4, 8, 16)
 BINS = 8
 """Of a stretch's distance from the prompt's end, on a logarithmic scale."""
 EPSILON = 1e-9
-ROUNDS = 1000
+ROUNDS = 300
 
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
@@ -173,8 +174,9 @@ def choose_heads(values: Sequence[Array], labels: Labels, documents: Sequence[st
 
 
 def _best(single: Array, labels: Labels, count: int) -> Index:
-    aurocs = np.array([auroc(single[:, head], labels) for head in range(single.shape[1])])
-    order: Index = np.argsort(-aurocs, kind="stable")
+    """By AUROC, which for a given number of attacks is the sum of their ranks."""
+    ranks: Array = rankdata(single, axis=0)
+    order: Index = np.argsort(-ranks[labels == 1].sum(axis=0), kind="stable")
     return order[:count]
 
 
