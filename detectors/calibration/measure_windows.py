@@ -1,9 +1,11 @@
-"""Which way to look for an attack in a long document, stretch by stretch, tells attacked documents from benign ones.
+"""Which way to look for an attack in a long document, part by part, tells attacked documents from benign ones.
 
 ``python -m detectors.calibration.measure_windows --out bench/results/smollm2-135m-windows.json`` measures and records.
 Heads, sizes and thresholds are chosen on one half of documents and of attacks' wordings; the other half, and the set
 ``positions``, are measured once. Candidates: what the attention of one pass over the whole document puts on each
-stretch of it, in several scalings; and passes of instruction and one window each, read by the detectors that ship.
+stretch of it (``stretches``); passes of instruction and one window each, read by the detectors that ship; and such
+passes read by a probe that is fitted to the benign windows of the choosing half too, beside the rows that the shipped
+one was fitted to.
 """
 
 from __future__ import annotations
@@ -12,22 +14,33 @@ import argparse
 import datetime
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from scipy.stats import rankdata  # type: ignore[import-untyped]
 
 from detectors.attention_tracker import AttentionTracker, focus_scores
 from detectors.calibration.evaluation import measured
+from detectors.calibration.logistic import fit
 from detectors.calibration.long_documents import Case, cases, cases_hash
-from detectors.calibration.long_readings import LongReader, Whole
+from detectors.calibration.long_readings import LongReader, ReadWindow
+from detectors.calibration.material import Material, Request, gather
 from detectors.calibration.metrics import Labels, Scores, auroc, threshold_for_fpr
 from detectors.calibration.positions import SOURCE
 from detectors.calibration.provenance import versions
+from detectors.calibration.stretches import (
+    Array,
+    Found,
+    Index,
+    centred,
+    choose_heads,
+    found_by,
+    profile_of,
+    scalings,
+    stretches_of,
+)
 from detectors.probe import Probe
 from detectors.registry import build_detector
 from detectors.windows import Windows
@@ -39,151 +52,27 @@ from guard.models import resolve_model
 STRETCHES = (64, 128, 256)
 """Tokens."""
 SIZES = (Windows(characters=400, stride=200, most=1024), Windows(characters=800, stride=400, most=1024))
-HEADS = (1, 2, 4, 8, 16)
-BINS = 8
-"""Of a stretch's distance from the prompt's end, on a logarithmic scale."""
-EPSILON = 1e-9
+PARTS = ("choosing", "held_out", SOURCE)
+REGULARISATION = 1e-3
+"""Of the fit to windows: the shipped probe's."""
 ROUNDS = 300
 
-Array = npt.NDArray[np.float64]
-Index = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
-class Found:
-    """Of one candidate: each case's score, and how much of its attack is in the stretch that the score is of (0 where
-    there is none), with what a stretch drawn at random would have."""
+class Candidate:
+    """``chosen``: what was chosen, and on what; ``thresholds``: that were set on other rows than these."""
 
-    scores: Scores
-    hit: Array
-    chance: Array
-
-
-@dataclass(frozen=True)
-class Stretches:
-    """Of one case. mass: ``[stretches, heads]``; starts, ends: tokens; overlap: share of the attack in each."""
-
-    mass: Array
-    starts: Index
-    ends: Index
-    overlap: Array
-    instruction: Array
-    instruction_tokens: int
-    prompt_tokens: int
-
-
-def stretches_of(whole: Whole, tokens: int) -> Stretches:
-    """Half a stretch apart; the last one of a range ends with it."""
-    edges: list[tuple[int, int]] = []
-    for start, end in whole.data:
-        last = max(start, end - tokens)
-        edges += [*((at, at + tokens) for at in range(start, last, tokens // 2)), (last, end)]
-    starts, ends = np.array(edges).T
-    weights = whole.weights.astype(np.float64)
-    sums = np.concatenate([np.zeros((len(weights), 1)), np.cumsum(weights, axis=1)], axis=1)
-    low, high = whole.attack or (0, 0)
-    shared = np.clip(np.minimum(ends, high) - np.maximum(starts, low), 0, None) / max(1, high - low)
-    count = sum(end - start for start, end in whole.instruction)
-    mass = (sums[:, ends] - sums[:, starts]).T
-    return Stretches(mass, starts, ends, shared, whole.mass[:, 0].astype(np.float64), count, weights.shape[1])
-
-
-Scaling = Callable[[Stretches], Array]
-"""``[stretches, heads]``: higher the likelier an attack."""
-
-
-def scalings(profile: Callable[[Stretches], Array]) -> dict[str, Scaling]:
-    """``profile``: the logarithm of the density that a benign document has at each stretch's place."""
-
-    def density(one: Stretches) -> Array:
-        lengths = np.maximum(one.ends - one.starts, 1)[:, None]
-        return np.asarray(np.log(one.mass / lengths + EPSILON))
-
-    def z_score(one: Stretches) -> Array:
-        found = density(one)
-        return np.asarray((found - found.mean(axis=0)) / (found.std(axis=0) + 0.1))
-
-    def of_instruction(one: Stretches) -> Array:
-        return np.asarray(1 - focus_scores(one.instruction[None], one.mass))
-
-    def beside_instruction(one: Stretches) -> Array:
-        return np.asarray(density(one) - np.log(one.instruction / max(1, one.instruction_tokens) + EPSILON))
-
-    return {
-        "share of instruction and stretch": of_instruction,
-        "density beside the instruction's": beside_instruction,
-        "density against the document's other stretches, z-score": z_score,
-        "density against the document's median": lambda one: density(one) - np.median(density(one), axis=0),
-        "density against a benign document's at this place": lambda one: density(one) - profile(one),
-        "the same, against the document's median": lambda one: _centred(density(one) - profile(one)),
-    }
-
-
-def _centred(values: Array) -> Array:
-    return np.asarray(values - np.median(values, axis=0))
-
-
-def profile_of(benign: Sequence[Stretches]) -> Callable[[Stretches], Array]:
-    """Mean logarithm of the density by distance from the prompt's end, of benign documents."""
-
-    def bins(one: Stretches) -> Index:
-        away = np.log2(np.maximum(one.prompt_tokens - one.ends, 1))
-        return np.asarray(np.minimum(away * BINS / 12, BINS - 1), np.int64)
-
-    logs = [np.log(one.mass / np.maximum(one.ends - one.starts, 1)[:, None] + EPSILON) for one in benign]
-    every, at = np.concatenate(logs), np.concatenate([bins(one) for one in benign])
-    table = np.stack([every[at == i].mean(axis=0) if (at == i).any() else every.mean(axis=0) for i in range(BINS)])
-
-    def at_place(one: Stretches) -> Array:
-        return np.asarray(table[bins(one)])
-
-    return at_place
-
-
-def by_head(values: Sequence[Array]) -> Array:
-    """``[cases, heads]``: of each head alone the highest of all stretches."""
-    return np.stack([one.max(axis=0) for one in values])
-
-
-def found_by(values: Sequence[Array], overlaps: Sequence[Array]) -> Found:
-    """values: of each case, one for each stretch."""
-    best = [int(one.argmax()) for one in values]
-    return Found(
-        np.array([one[i] for one, i in zip(values, best, strict=True)]),
-        np.array([float(over[i] > 0.5) for over, i in zip(overlaps, best, strict=True)]),
-        np.array([float((over > 0.5).mean()) for over in overlaps]),
-    )
-
-
-def choose_heads(values: Sequence[Array], labels: Labels, documents: Sequence[str]) -> tuple[Index, float]:
-    """Of ``values`` ``[stretches, heads]`` of each case: the heads with the best AUROC, as many as do best out of fold
-    by document, and that AUROC out of fold."""
-    single = by_head(values)
-    names = sorted(set(documents))
-    folds = np.array([names.index(document) % 4 for document in documents])
-    tried: dict[int, float] = {}
-    for count in HEADS:
-        scores = np.zeros(len(values))
-        for fold in range(4):
-            heads = _best(single[folds != fold], labels[folds != fold], count)
-            for i in np.flatnonzero(folds == fold):
-                scores[i] = values[i][:, heads].mean(axis=1).max()
-        tried[count] = auroc(scores, labels)
-    count = max(tried, key=lambda one: tried[one])
-    return _best(single, labels, count), tried[count]
-
-
-def _best(single: Array, labels: Labels, count: int) -> Index:
-    """By AUROC, which for a given number of attacks is the sum of their ranks."""
-    ranks: Array = rankdata(single, axis=0)
-    order: Index = np.argsort(-ranks[labels == 1].sum(axis=0), kind="stable")
-    return order[:count]
+    name: str
+    found: Found
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    thresholds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Cases with what was read of them. ``choosing``: numbers of those to choose on."""
+    """Cases with what was read of them; ``size``: of windows."""
 
+    size: Windows
     cases: Sequence[Case]
     reader: LongReader
     probe: Probe
@@ -196,63 +85,86 @@ class Measure:
     def of(self, *halves: str) -> Index:
         return np.flatnonzero([case.half in halves for case in self.cases])
 
-    def in_one_pass(self) -> Iterator[tuple[str, Found, dict[str, Any]]]:
-        """Name, scores of all cases, and what was chosen."""
-        wholes = [self.reader.whole(case) for case in self.cases]
-        choosing, labels = self.of("choosing"), self.labels
-        documents = [self.cases[i].document for i in choosing]
-        for tokens in STRETCHES:
-            every = [stretches_of(whole, tokens) for whole in wholes]
-            overlaps = [one.overlap for one in every]
-            benign = [every[i] for i in choosing if not labels[i]]
-            for name, scaling in scalings(profile_of(benign)).items():
-                values = [scaling(one) for one in every]
-                heads, merit = choose_heads([values[i] for i in choosing], labels[choosing], documents)
-                found = found_by([one[:, heads].mean(axis=1) for one in values], overlaps)
-                chosen = {"heads": [list(self.reader.heads[i]) for i in heads], "choosing_out_of_fold_auroc": merit}
-                yield f"one pass, {tokens} tokens: {name}", found, chosen
-
-    def whole(self) -> Iterator[tuple[str, Found, dict[str, Any]]]:
+    def whole(self) -> Iterator[Candidate]:
         """The detectors as they ship, without windows."""
         none = np.zeros(len(self.cases))
         wholes = [self.reader.whole(case) for case in self.cases]
-        last, mass = np.stack([one.last for one in wholes]), np.stack([one.mass for one in wholes])
-        yield "no windows: probe", Found(self._probe(last), none, none), {}
-        yield "no windows: attention_tracker", Found(self._tracker(mass).mean(axis=1), none, none), {}
+        probed = self._probe(np.stack([one.last for one in wholes]))
+        yield Candidate("no windows: probe", Found(probed, none, none), thresholds=self.probe.thresholds)
+        drift = self._tracker(np.stack([one.mass for one in wholes])).mean(axis=1)
+        yield Candidate("no windows: attention_tracker", Found(drift, none, none), thresholds=self.tracker.thresholds)
 
-    def in_passes(self) -> Iterator[tuple[str, Found, dict[str, Any]]]:
-        """Each window in a pass of its own."""
-        choosing, labels = self.of("choosing"), self.labels
+    def in_one_pass(self) -> Iterator[Candidate]:
+        """Of the whole document, by stretches of it."""
+        wholes = [self.reader.whole(case) for case in self.cases]
+        benign = [i for i in self.of("choosing") if not self.labels[i]]
+        for tokens in STRETCHES:
+            every = [stretches_of(whole, tokens) for whole in wholes]
+            for name, scaling in scalings(profile_of([every[i] for i in benign])).items():
+                overlaps = [one.overlap for one in every]
+                yield self._with_heads(f"one pass, {tokens} tokens: {name}", [scaling(one) for one in every], overlaps)
+
+    def in_passes(self) -> Iterator[Candidate]:
+        """Each window in a pass of its own, read by the detectors that ship."""
+        named, passes = f"passes, {self.size.characters} characters: ", self.passes()
+        overlaps = [np.array([one.overlap for one in of_one]) for of_one in passes]
+        yield self.probed()
+        probed = [centred(_logit(self._probe(_states(of_one)))) for of_one in passes]
+        yield Candidate(f"{named}probe against the document's median", found_by(probed, overlaps))
+        masses = [np.stack([one.reading.mass for one in of_one]) for of_one in passes]
+        drift = [self._tracker(mass).mean(axis=1) for mass in masses]
+        shipped = self.tracker.thresholds
+        yield Candidate(f"{named}attention_tracker", found_by(drift, overlaps), thresholds=shipped)
+        against = found_by([centred(one) for one in drift], overlaps)
+        yield Candidate(f"{named}attention_tracker against the document's median", against)
+        every = [_drift(mass) for mass in masses]
+        yield self._with_heads(f"{named}attention_tracker, heads chosen here", every, overlaps)
+
+    def probed(self) -> Candidate:
+        passes = self.passes()
+        overlaps = [np.array([one.overlap for one in of_one]) for of_one in passes]
+        found = found_by([self._probe(_states(of_one)) for of_one in passes], overlaps)
+        return Candidate(f"passes, {self.size.characters} characters: probe", found, {}, self.probe.thresholds)
+
+    def fitted_too(self, material: Material) -> Candidate:
+        """By a probe that the benign windows of the choosing half were fitted to too; its threshold is set on the
+        benign held-out rows of ``material``, which are no long documents. On the choosing half it flatters itself."""
+        passes, labels, rows = self.passes(), self.labels, material.rows
+        benign = np.concatenate([_states(passes[i]) for i in self.of("choosing") if not labels[i]])
+        layers = [material.features.layers.index(layer) for layer in self.probe.config.params.layers]
+        states = material.features.hidden[:, layers].reshape(len(rows), -1).astype(np.float64)
+        seen = np.flatnonzero([row.split != "held_out" for row in rows])
+        unseen = np.flatnonzero([row.split == "held_out" for row in rows])
+        of_rows = np.array([row.label == "attack" for row in rows], np.int64)
+        fitted = fit(
+            np.concatenate([states[seen], benign.reshape(len(benign), -1).astype(np.float64)]),
+            np.concatenate([of_rows[seen], np.zeros(len(benign), np.int64)]),
+            REGULARISATION,
+        )
+        of_unseen = fitted.logits(states[unseen])
+        overlaps = [np.array([one.overlap for one in of_one]) for of_one in passes]
+        scores = [fitted.logits(_states(one).reshape(len(one), -1).astype(np.float64)) for one in passes]
+        chosen = {
+            "benign_windows": len(benign),
+            "auroc_on_held_out_rows": auroc(of_unseen, of_rows[unseen]),
+            "caught_on_held_out_rows_at_1pct": float(
+                np.mean(of_unseen[of_rows[unseen] == 1] >= threshold_for_fpr(of_unseen[of_rows[unseen] == 0], 0.01))
+            ),
+        }
+        limits = {"fpr_1pct of held-out rows": threshold_for_fpr(of_unseen[of_rows[unseen] == 0], 0.01)}
+        name = f"passes, {self.size.characters} characters: probe fitted to the choosing half's benign windows too"
+        return Candidate(name, found_by(scores, overlaps), chosen, limits)
+
+    def passes(self) -> list[list[ReadWindow]]:
+        return [self.reader.passes(case, self.size) for case in self.cases]
+
+    def _with_heads(self, name: str, values: Sequence[Array], overlaps: Sequence[Array]) -> Candidate:
+        """values: of each case ``[stretches, heads]``."""
+        choosing = self.of("choosing")
         documents = [self.cases[i].document for i in choosing]
-        for size in SIZES:
-            named = f"passes, {size.characters} characters: "
-            passes = [self.reader.passes(case, size) for case in self.cases]
-            overlaps = [np.array([one.overlap for one in of_one]) for of_one in passes]
-            probed = [self._probe(np.stack([one.reading.last for one in of_one])) for of_one in passes]
-            masses = [np.stack([one.reading.mass for one in of_one]) for of_one in passes]
-            yield named + "probe", found_by(probed, overlaps), {}
-            yield (
-                named + "probe against the document's median",
-                found_by([_centred(_logit(p)) for p in probed], overlaps),
-                {},
-            )
-            shipped = [self._tracker(mass).mean(axis=1) for mass in masses]
-            yield named + "attention_tracker", found_by(shipped, overlaps), {}
-            yield (
-                named + "attention_tracker against the document's median",
-                found_by([_centred(s) for s in shipped], overlaps),
-                {},
-            )
-            drift = [
-                1 - focus_scores(mass[..., 0].astype(np.float64), mass[..., 1].astype(np.float64)) for mass in masses
-            ]
-            heads, merit = choose_heads([drift[i] for i in choosing], labels[choosing], documents)
-            chosen = {"heads": [list(self.reader.heads[i]) for i in heads], "choosing_out_of_fold_auroc": merit}
-            yield (
-                named + "attention_tracker, heads chosen here",
-                found_by([d[:, heads].mean(axis=1) for d in drift], overlaps),
-                chosen,
-            )
+        heads, merit = choose_heads([values[i] for i in choosing], self.labels[choosing], documents)
+        chosen = {"heads": [list(self.reader.heads[i]) for i in heads], "choosing_out_of_fold_auroc": merit}
+        return Candidate(name, found_by([one[:, heads].mean(axis=1) for one in values], overlaps), chosen)
 
     def _probe(self, last: FloatArray) -> Scores:
         """last: ``[rows, layers, hidden_size]``, of the probe's layers."""
@@ -261,9 +173,17 @@ class Measure:
 
     def _tracker(self, mass: FloatArray) -> Array:
         """``[rows, heads]``."""
-        at = [self.reader.heads.index(head) for head in self.tracker.heads]
-        chosen = mass[:, at].astype(np.float64)
-        return np.asarray(1 - focus_scores(chosen[..., 0], chosen[..., 1]))
+        return _drift(mass[:, [self.reader.heads.index(head) for head in self.tracker.heads]])
+
+
+def _states(passes: Sequence[ReadWindow]) -> FloatArray:
+    """``[windows, layers, hidden_size]``"""
+    return np.stack([one.reading.last for one in passes])
+
+
+def _drift(mass: FloatArray) -> Array:
+    """mass: ``[rows, heads, 2]``."""
+    return np.asarray(1 - focus_scores(mass[..., 0].astype(np.float64), mass[..., 1].astype(np.float64)))
 
 
 def _logit(share: Scores) -> Scores:
@@ -271,31 +191,30 @@ def _logit(share: Scores) -> Scores:
     return np.asarray(np.log(clipped / (1 - clipped)))
 
 
-def recorded(measure: Measure, found: Found, chosen: Mapping[str, Any], named: Mapping[str, float], seed: int) -> Any:
-    """What is recorded of one candidate. ``named``: thresholds that its detector has, set without windows."""
-    labels = measure.labels
-    parts = {"choosing": ("choosing",), "held_out": ("held_out",), SOURCE: (SOURCE,)}
-    told: dict[str, Any] = {"chosen": dict(chosen)} if chosen else {}
+def recorded(measure: Measure, one: Candidate, seed: int) -> dict[str, Any]:
+    """What is recorded of a candidate, by part."""
+    labels, scores = measure.labels, one.found.scores
     choosing = measure.of("choosing")
-    benign = found.scores[choosing][labels[choosing] == 0]
-    limits = {"set on choosing, 5 %": threshold_for_fpr(benign, 0.05), **named}
-    for name, halves in parts.items():
-        at = measure.of(*halves)
-        scores, is_attack = found.scores[at], labels[at] == 1
-        groups = [measure.cases[i].document for i in at]
-        one = asdict(measured(scores, labels[at], groups, seed, ROUNDS))
-        one["tpr_5pct"] = float(np.mean(scores[is_attack] >= threshold_for_fpr(scores[~is_attack], 0.05)))
-        one["top_is_the_attack"] = float(found.hit[at][is_attack].mean())
-        one["top_by_chance"] = float(found.chance[at][is_attack].mean())
-        one["at"] = {
-            limit: {
+    five = threshold_for_fpr(scores[choosing][labels[choosing] == 0], 0.05)
+    limits = {"5 % of the choosing half's benign documents": five, **one.thresholds}
+    told: dict[str, Any] = {"chosen": dict(one.chosen)} if one.chosen else {}
+    for part in PARTS:
+        at = measure.of(part)
+        attack, benign = at[labels[at] == 1], at[labels[at] == 0]
+        documents = [measure.cases[i].document for i in at]
+        figures = asdict(measured(scores[at], labels[at], documents, seed, ROUNDS))
+        figures["tpr_5pct"] = float(np.mean(scores[attack] >= threshold_for_fpr(scores[benign], 0.05)))
+        figures["top_is_the_attack"] = float(one.found.hit[attack].mean())
+        figures["top_by_chance"] = float(one.found.chance[attack].mean())
+        figures["reach"] = {
+            name: {
                 "value": value,
-                "benign": int((scores[~is_attack] >= value).sum()),
-                "attack": int((scores[is_attack] >= value).sum()),
+                "benign": int((scores[benign] >= value).sum()),
+                "attack": int((scores[attack] >= value).sum()),
             }
-            for limit, value in limits.items()
+            for name, value in limits.items()
         }
-        told[name] = one
+        told[part] = figures
     return told
 
 
@@ -306,45 +225,54 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     resolved = resolve_model(given.model)
-    configs, key = data_folder("model_configs"), resolved.config_key
-    probe = build_detector("probe", configs / "probe" / f"{key}.json")
-    tracker = build_detector("attention_tracker", configs / "attention_tracker" / f"{key}.json")
-    assert isinstance(probe, Probe)
-    assert isinstance(tracker, AttentionTracker)
-    reader = LongReader(Path(resolved.path), probe.config.params.layers)
-    every = cases(given.seed)
-    longest = {case.document for case in every if not reader.fits(case)}
-    kept = [case for case in every if case.document not in longest]
-    reader.read(kept, SIZES, lambda line: print(line, flush=True))
-    measure = Measure(kept, reader, probe, tracker)
-    candidates: dict[str, Any] = {}
-    for name, found, chosen in (*measure.whole(), *measure.in_passes(), *measure.in_one_pass()):
-        thresholds = (
-            probe.thresholds if name.endswith("probe") else tracker.thresholds if name.endswith("tracker") else {}
-        )
-        candidates[name] = recorded(measure, found, chosen, thresholds, given.seed)
-        told = candidates[name]
-        print(
-            f"{name}: "
-            + ", ".join(f"{half} AUROC {told[half]['auroc']:.3f}" for half in ("choosing", "held_out", SOURCE))
-        )
+    measure, too_long, merits, material = _read(Path(resolved.path), resolved.config_key, given.seed)
+    candidates = {}
+    every = (*measure.whole(), *measure.in_passes(), measure.fitted_too(material), *measure.in_one_pass())
+    for one in every:
+        told = candidates[one.name] = recorded(measure, one, given.seed)
+        say(f"{one.name}: AUROC " + ", ".join(f"{part} {told[part]['auroc']:.3f}" for part in PARTS))
+    labels = measure.labels
     about = {
-        "model": key,
-        "model_sha256": weights_sha256(reader.model),
+        "model": resolved.config_key,
+        "model_sha256": weights_sha256(Path(resolved.path)),
         "command": f"python -m detectors.calibration.measure_windows --model {given.model} --seed {given.seed}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
         "cases": {
-            half: {
-                "benign": sum(case.half == half and not case.attack for case in kept),
-                "attack": sum(case.half == half and bool(case.attack) for case in kept),
-            }
-            for half in ("choosing", "held_out", SOURCE)
+            part: {name: int((labels[measure.of(part)] == y).sum()) for name, y in (("benign", 0), ("attack", 1))}
+            for part in PARTS
         },
-        "too_long_for_the_engine": sorted(longest),
-        "cases_sha256": cases_hash(kept),
+        "documents_too_long_for_the_engine": too_long,
+        "cases_sha256": cases_hash(measure.cases),
+        "windows": {**measure.size.model_dump(), "chosen_by_the_probes_auroc_on_the_choosing_half": merits},
     }
     given.out.write_text(json.dumps({"about": about, "candidates": candidates}, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(model: Path, key: str, seed: int) -> tuple[Measure, list[str], dict[str, float], Material]:
+    """What is measured, the documents that are left out, how each size of windows fared, and the sets' rows."""
+    configs = data_folder("model_configs")
+    probe = build_detector("probe", configs / "probe" / f"{key}.json")
+    tracker = build_detector("attention_tracker", configs / "attention_tracker" / f"{key}.json")
+    assert isinstance(probe, Probe)
+    assert isinstance(tracker, AttentionTracker)
+    reader = LongReader(model, probe.config.params.layers)
+    every = cases(seed)
+    too_long = {case.document for case in every if not reader.fits(case)}
+    kept = [case for case in every if case.document not in too_long]
+    choosing = [case for case in kept if case.half == "choosing"]
+    reader.read(choosing, SIZES, say)
+    tried = [Measure(size, choosing, reader, probe, tracker) for size in SIZES]
+    merits = [auroc(one.probed().found.scores, one.labels) for one in tried]
+    size = SIZES[int(np.argmax(merits))]
+    reader.read(kept, (size,), say)
+    material = gather(Request(model, ("all",), seed), say)
+    by_size = {str(one.characters): merit for one, merit in zip(SIZES, merits, strict=True)}
+    return Measure(size, kept, reader, probe, tracker), sorted(too_long), by_size, material
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
