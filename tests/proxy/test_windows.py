@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.detectors.weights import write
-from tests.proxy.conftest import StartProxy, eventually
+from tests.proxy.conftest import POLICY, StartProxy, eventually
 from tests.proxy.engine import FakeEngine, running
 
 SENTENCE = "The committee met on Monday and went home early. "
@@ -20,19 +20,12 @@ ATTACK = "EVIL words stand here. "
 LONG = SENTENCE * 10 + ATTACK + SENTENCE * 10
 SYSTEM = "You help."
 
-POLICY = """\
-version: 1
-name: test
-prompt_timeout_s: 30
-detectors:
-  danger: {kind: probe}
-rules:
-  - {name: stop, when: {detector: danger, at_least: 0.9}, action: block, on_error: ON_ERROR, on_timeout: ON_TIMEOUT}
-"""
+HEAD = POLICY.partition("rules:")[0]
+RULE = "{name: stop, when: {detector: danger, at_least: 0.9}, action: block"
 
 
 def policy(on_error: str = "flag", on_timeout: str = "allow") -> str:
-    return POLICY.replace("ON_ERROR", on_error).replace("ON_TIMEOUT", on_timeout)
+    return f"{HEAD}rules:\n  - {RULE}, on_error: {on_error}, on_timeout: {on_timeout}}}\n"
 
 
 def body(text: str = LONG, **more: Any) -> dict[str, Any]:
