@@ -70,19 +70,12 @@ def cut(texts: Sequence[str], windows: Windows) -> Cut:
     longer than one window."""
     if sum(map(len, texts)) <= windows.characters:
         return Cut((), False)
-    found = _different(texts, windows)
-    first = tuple(islice(found, windows.most))
-    return Cut(first, next(found, None) is not None)
-
-
-def _different(texts: Sequence[str], windows: Windows) -> Iterator[Window]:
-    seen: set[str] = set()
-    for number, text in enumerate(texts):
-        for start, end in _stretches(text, windows):
-            window = text[start:end]
-            if window not in seen and not is_blank(window):
-                seen.add(window)
-                yield Window(number, start, end)
+    stretches = ((i, start, end) for i, text in enumerate(texts) for start, end in _stretches(text, windows))
+    some = list(islice(stretches, windows.most))
+    # Of those that say the same the first, and none that says nothing.
+    different = {texts[i][start:end]: Window(i, start, end) for i, start, end in reversed(some)}
+    found = [one for text, one in reversed(different.items()) if not is_blank(text)]
+    return Cut(tuple(sorted(found, key=lambda one: (one.text, one.start))), next(stretches, None) is not None)
 
 
 def _stretches(text: str, windows: Windows) -> Iterator[tuple[int, int]]:

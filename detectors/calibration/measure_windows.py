@@ -223,19 +223,22 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without-fit", action="store_true", help="do not read the sets' rows, and fit no probe")
     given = parser.parse_args(arguments)
     resolved = resolve_model(given.model)
-    measure, too_long, merits, material = _read(Path(resolved.path), resolved.config_key, given.seed)
+    model = Path(resolved.path)
+    measure, too_long, merits = _read(model, resolved.config_key, given.seed)
+    fitted = [] if given.without_fit else [measure.fitted_too(gather(Request(model, ("all",), given.seed), say))]
     candidates = {}
-    every = (*measure.whole(), *measure.in_passes(), measure.fitted_too(material), *measure.in_one_pass())
-    for one in every:
+    for one in (*measure.whole(), *measure.in_passes(), *fitted, *measure.in_one_pass()):
         told = candidates[one.name] = recorded(measure, one, given.seed)
         say(f"{one.name}: AUROC " + ", ".join(f"{part} {told[part]['auroc']:.3f}" for part in PARTS))
     labels = measure.labels
     about = {
         "model": resolved.config_key,
-        "model_sha256": weights_sha256(Path(resolved.path)),
-        "command": f"python -m detectors.calibration.measure_windows --model {given.model} --seed {given.seed}",
+        "model_sha256": weights_sha256(model),
+        "command": f"python -m detectors.calibration.measure_windows --model {given.model} --seed {given.seed}"
+        + (" --without-fit" if given.without_fit else ""),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
         "cases": {
@@ -249,8 +252,8 @@ def main(arguments: Sequence[str]) -> None:
     given.out.write_text(json.dumps({"about": about, "candidates": candidates}, indent=1) + "\n", encoding="utf-8")
 
 
-def _read(model: Path, key: str, seed: int) -> tuple[Measure, list[str], dict[str, float], Material]:
-    """What is measured, the documents that are left out, how each size of windows fared, and the sets' rows."""
+def _read(model: Path, key: str, seed: int) -> tuple[Measure, list[str], dict[str, float]]:
+    """What is measured, the documents that are left out, and how each size of windows fared."""
     configs = data_folder("model_configs")
     probe = build_detector("probe", configs / "probe" / f"{key}.json")
     tracker = build_detector("attention_tracker", configs / "attention_tracker" / f"{key}.json")
@@ -266,9 +269,8 @@ def _read(model: Path, key: str, seed: int) -> tuple[Measure, list[str], dict[st
     merits = [auroc(one.probed().found.scores, one.labels) for one in tried]
     size = SIZES[int(np.argmax(merits))]
     reader.read(kept, (size,), say)
-    material = gather(Request(model, ("all",), seed), say)
     by_size = {str(one.characters): merit for one, merit in zip(SIZES, merits, strict=True)}
-    return Measure(size, kept, reader, probe, tracker), sorted(too_long), by_size, material
+    return Measure(size, kept, reader, probe, tracker), sorted(too_long), by_size
 
 
 def say(line: str) -> None:
