@@ -92,7 +92,9 @@ def scalings(profile: Callable[[Stretches], Array]) -> dict[str, Scaling]:
         "density against the document's other stretches, z-score": z_score,
         "density against the document's median": lambda one: density(one) - np.median(density(one), axis=0),
         "density against a benign document's at this place": lambda one: density(one) - profile(one),
-        "the same, against the document's median": lambda one: centred(density(one) - profile(one)),
+        "density against a benign document's at this place and the document's median": lambda one: centred(
+            density(one) - profile(one)
+        ),
     }
 
 

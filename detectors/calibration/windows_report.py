@@ -27,7 +27,7 @@ def markdown(results: Path) -> str:
     columns += [
         f"{limit}, {name}"
         for name in PARTS.values()
-        for limit in ("threshold reached by attacked, benign", "top part is the attack")
+        for limit in ("`fpr_1pct` reached by attacked, benign", "top part is the attack")
     ]
     lines = [
         f"{about['model']}, {about['date']}, `{about['command']}`.",
