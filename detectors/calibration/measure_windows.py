@@ -94,6 +94,15 @@ class Measure:
         drift = self._tracker(np.stack([one.mass for one in wholes])).mean(axis=1)
         yield Candidate("no windows: attention_tracker", Found(drift, none, none), thresholds=self.tracker.thresholds)
 
+    def as_served(self) -> Iterator[Candidate]:
+        """The detectors that ship, with windows: the highest of the whole document's score and its windows'."""
+        windows = {one.name.rpartition(": ")[2]: one for one in self.in_passes() if one.thresholds}
+        for one in self.whole():
+            kind = one.name.rpartition(": ")[2]
+            beside = windows[kind].found
+            found = Found(np.maximum(one.found.scores, beside.scores), beside.hit, beside.chance)
+            yield Candidate(f"with windows, as served: {kind}", found, thresholds=one.thresholds)
+
     def in_one_pass(self) -> Iterator[Candidate]:
         """Of the whole document, by stretches of it."""
         wholes = [self.reader.whole(case) for case in self.cases]
@@ -230,7 +239,7 @@ def main(arguments: Sequence[str]) -> None:
     measure, too_long, merits = _read(model, resolved.config_key, given.seed)
     fitted = [] if given.without_fit else [measure.fitted_too(gather(Request(model, ("all",), given.seed), say))]
     candidates = {}
-    for one in (*measure.whole(), *measure.in_passes(), *fitted, *measure.in_one_pass()):
+    for one in (*measure.whole(), *measure.as_served(), *measure.in_passes(), *fitted, *measure.in_one_pass()):
         told = candidates[one.name] = recorded(measure, one, given.seed)
         say(f"{one.name}: AUROC " + ", ".join(f"{part} {told[part]['auroc']:.3f}" for part in PARTS))
     labels = measure.labels
