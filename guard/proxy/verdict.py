@@ -95,13 +95,14 @@ async def decide(
         # Whoever has windows read waits for them: a score without them is one of another detector.
         limit_s = sent_s + (hold_s or judges.live.prompt_timeout_s) - time.perf_counter() if waits else 0.0
         asked = await windows.answered(asked, max(0.0, limit_s), record)
+    ready_s = time.perf_counter() if windows is not None else finding.arrived_s
     if finding.readouts is not None:
         record.upstream_first_byte_s = finding.arrived_s - sent_s
         record.prompt_tokens = finding.readouts.prompt_tokens
     decision = judge(judges, asked, finding, record, texts)
     decided_s = time.perf_counter()
     record.verdict_s = decided_s - sent_s
-    record.own_s += decided_s - finding.arrived_s
+    record.own_s += decided_s - ready_s
     return decision, finding, asked
 
 

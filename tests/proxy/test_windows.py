@@ -142,6 +142,14 @@ async def test_more_windows_than_are_read_leave_no_low_score_clean(start_proxy: 
     assert 1 <= len(engine.windows) <= 3
 
 
+async def test_waiting_for_windows_is_not_the_guards_own_work(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(window_delay_s=0.5)
+    async with running(engine), start_proxy(engine, policy()) as proxy:
+        assert (await proxy.post(body()))[0] == 200
+        timings = (await proxy.entry())["timings_ms"]
+        assert timings["own"] < 400 < timings["window_passes"] <= timings["verdict"] + 1
+
+
 async def test_windows_that_come_too_late_are_what_on_timeout_says(start_proxy: StartProxy) -> None:
     engine = FakeEngine(window_delay_s=None)
     impatient = policy(on_timeout="block").replace("prompt_timeout_s: 30", "prompt_timeout_s: 0.4")
