@@ -19,9 +19,9 @@ import numpy.typing as npt
 from detectors.calibration.captures import Captures, spec_of
 from detectors.calibration.data import template_of
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Kept, Plan, Reading
-from detectors.calibration.features import full_plan, model_shape, read_features
+from detectors.calibration.features import full_plan, model_shape, most_tokens, read_features
 from detectors.calibration.long_documents import Case
-from detectors.calibration.readers import MAX_MODEL_LEN, offline_reader
+from detectors.calibration.readers import offline_reader
 from detectors.calibration.rows import Row
 from detectors.windows import DATA, INSTRUCTION, Windows, cut, pass_messages, texts_in
 from guard.mia.results import AttentionReadout, FloatArray, HiddenReadout
@@ -73,7 +73,7 @@ class LongReader:
 
     def fits(self, case: Case) -> bool:
         """Whether the engine takes it."""
-        return len(self._offsets(case)[1]) < MAX_MODEL_LEN - 1
+        return len(self._offsets(case)[1]) < most_tokens(self.model) - 1
 
     def read(self, cases: Sequence[Case], sizes: Sequence[Windows], say: Callable[[str], None]) -> None:
         """What is not kept yet. Raises ``FeatureError``."""
