@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from detectors.attention_tracker import DATA, INSTRUCTION
 from detectors.calibration.captures import Extra, plan_captures, spec_of
 from detectors.calibration.demands import has_instruction
 from detectors.calibration.engine_states import reason_of, state_of, states_of
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading
 from detectors.calibration.rows import Message, Row
 from detectors.calibration.token_states import TokenStates
+from detectors.windows import DATA, INSTRUCTION
 from guard.mia.results import AttentionReadout, FloatArray, Readouts
 from guard.mia.spec import MAX_CAPTURES, MiaSpec
 

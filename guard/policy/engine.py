@@ -243,7 +243,7 @@ def _score_check(condition: ScoreCondition, bound: Callable[[str, float | str], 
             return Verdict(None, f"{name} unavailable: {score.reason}", score.timed_out)
         inside = (low is None or score.value >= low) and (high is None or score.value < high)
         if score.floor and low is not None and score.value < low:
-            return Verdict(None, f"{name} {numeral(score.value, low)} at least: {score.reason}")
+            return Verdict(None, f"{name} {numeral(score.value, low)} at least: {score.reason}", score.timed_out)
         told = numeral(score.value, *(bound for _, bound, _ in bounds))
         asked = " and ".join(f"{sign} {numeral(bound, score.value)}{given}" for sign, bound, given in bounds)
         return Verdict(inside, f"{name} {told} {'' if inside else 'not '}{asked}")

@@ -137,6 +137,10 @@ class Judges:
         """Detectors of answers that have the model read something more, and apply to this request."""
         return [one for one in self._measured_in(LATER) if one.asks_again and one.key not in asked.known]
 
+    def windowed(self, stages: Collection[Stage]) -> list[Measurement]:
+        """Detectors that have the model read a long prompt once more, in windows."""
+        return [one for one in self._measured_in(stages) if one.windows is not None]
+
     def growing(self) -> list[Measurement]:
         """Detectors that judge what an answer's tokens have in them while it grows."""
         return [one for one in self._measured_in(STREAM) if one.reads_answer]
