@@ -20,7 +20,7 @@ from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.shown_texts import IDS
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
-from guard.proxy.wire import Slot, Texts, is_number
+from guard.proxy.wire import Slot, Texts, is_number, whole_number
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -36,6 +36,10 @@ MAX_PARTS = 20_000
 
 MAX_TOOLS = 2_000
 """Most tools, or functions, of one request."""
+
+NUMBERS_OF_CHOICES = ("n", "best_of")
+MAX_CHOICES = 128
+"""Most choices of one answer, as OpenAI has it: each is judged, charged and, when a rule ends it, ended by itself."""
 
 MAX_VALUES = 100_000
 """Most texts, fields, lists and objects in a body, at any depth: each may be a text of its own to judge, however short.
@@ -264,6 +268,8 @@ def _check_values(prefix: str, found: dict[str, Any], harmless: dict[str, tuple[
 
 def check_size(fields: dict[str, Any]) -> None:
     """Raises ``InvalidRequestError`` for more than a request may have: each takes time, in the guard and in vLLM."""
+    for name in NUMBERS_OF_CHOICES:
+        _check_choices(name, fields.get(name))
     for name, most in (("tools", MAX_TOOLS), ("functions", MAX_TOOLS), ("messages", MAX_MESSAGES)):
         _check_length(name, fields.get(name), most)
     messages, given = _messages_in(fields.get("messages")), _messages_in(fields.get("input"))
@@ -290,6 +296,13 @@ def check_size(fields: dict[str, Any]) -> None:
                 raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
             below += [inner for inner in found if not isinstance(inner, str)]
         level = below
+
+
+def _check_choices(name: str, value: Any) -> None:
+    """What the engine would read as another number than the guard must not reach it."""
+    choices = 1 if value is None else whole_number(value)
+    if choices is None or choices > MAX_CHOICES:
+        raise InvalidRequestError(f"{name} must be a whole number, and at most {MAX_CHOICES}", name)
 
 
 def _messages_in(value: Any) -> list[dict[str, Any]]:
