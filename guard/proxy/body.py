@@ -230,11 +230,19 @@ async def parsed(form: F, raw: bytes, threads: TextThreads) -> GuardedRequest[F]
 def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     """Raises ``InvalidRequestError`` that names the field; never another exception."""
     fields = _parse_object(raw)
+    request = checked(form, fields)
+    form.check_served(fields)
+    # Worked out here, where nobody else waits while a long text is searched.
+    _ = request.unplaced, request.characters
+    return request
+
+
+def checked(form: F, fields: dict[str, Any]) -> GuardedRequest[F]:
+    """A request with these fields, whoever serves it. Raises ``InvalidRequestError`` that names the field."""
     check_size(fields)
     if not isinstance(fields.get("model"), str) or not fields["model"]:
         raise InvalidRequestError("model must be a string that is not empty", "model")
     form.check(fields)
-    form.check_served(fields)
     if not isinstance(fields.get("stream"), bool | None):
         raise InvalidRequestError("stream must be true or false", "stream")
     xargs = fields.get("vllm_xargs")
@@ -245,10 +253,7 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
             f"vllm_xargs.{taken[0]} is set by the guard alone; remove it", f"vllm_xargs.{taken[0]}"
         )
     _check_guardable(fields)
-    request = GuardedRequest(form, fields)
-    # Worked out here, where nobody else waits while a long text is searched.
-    _ = request.unplaced, request.characters
-    return request
+    return GuardedRequest(form, fields)
 
 
 def _check_guardable(fields: dict[str, Any]) -> None:
