@@ -127,6 +127,7 @@ def judges_for(policies: PolicyStore, exchange: Exchange, model: str | None) -> 
         log.error("request %s of key %s: %s", record.request_id, caller.key_id, error)
         raise GuardUnavailableError("this key's policy is not loaded") from None
     record.policy, record.policy_hash = judges.live.name, judges.live.hash
+    record.waits = judges.live.waits
     exchange.judges = judges
     return judges
 
