@@ -123,7 +123,7 @@ def test_a_score_that_may_not_have_come_in_the_candidates_time_is_never_unchange
 
 
 def test_an_answer_that_no_rule_judged_is_told_from_one_that_was_measured_otherwise(tmp_path: Path) -> None:
-    lines = [line(bound(tmp_path), "r1", a=0.1, b=0.2)]
+    lines = [json.dumps(json.loads(line(bound(tmp_path), "r1", a=0.1, b=0.2)) | {"outcome": "completed"})]
     after = POLICY + "  - {name: out, stage: output, when: {detector: a, at_least: 0.5}, action: flag}\n"
     result = replayed(tmp_path, lines, after)
     assert (dict(result.not_measured), dict(result.unjudged), dict(result.otherwise)) == ({"a": 1}, {"a": 1}, {})
