@@ -83,7 +83,7 @@ and `retry-after-ms`. No others pass, in either direction.
 
 `/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `policy` and
 `policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), `limits` (`local`,
-`shared`, or `degraded` while Redis does not answer), and `ledger` (`ok`, or `degraded` while entries cannot be written,
+`shared`, or `degraded` while Redis does not count), and `ledger` (`ok`, or `degraded` while entries cannot be written,
 which wait in memory; still ready).
 
 A request line and its headers may have 64 KiB together and 128 headers, else 431 and the connection is closed, before

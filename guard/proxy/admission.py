@@ -41,7 +41,7 @@ class Admission:
         self._releasing: set[asyncio.Task[None]] = set()
 
     async def limits_status(self) -> str:
-        """Where limits are counted: ``local``, or ``shared``, or ``degraded`` while Redis does not answer."""
+        """Where limits are counted: ``local``, or ``shared``, or ``degraded`` while Redis does not count."""
         if self._shared is None:
             return "local"
         return "shared" if await self._shared.answers() else "degraded"
