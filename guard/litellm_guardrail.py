@@ -28,6 +28,8 @@ import aiohttp
 from fastapi import HTTPException
 from litellm.integrations.custom_guardrail import CustomGuardrail, log_guardrail_information
 from litellm.types.guardrails import GuardrailEventHooks
+from litellm.types.router import CredentialLiteLLMParams
+from litellm.types.utils import StandardCallbackDynamicParams
 
 from guard.data import data_folder
 from guard.litellm_answer import Part, parts_of, whole_part
@@ -45,6 +47,9 @@ from guard.proxy.text_judged import joined_of, judged_each
 from guard.proxy.verdict import judge, read_texts
 from guard.proxy.wire_choices import chat_form
 from guard.telemetry.record import RequestRecord
+
+KEYS_OF_OTHERS = frozenset((*StandardCallbackDynamicParams.__annotations__, *CredentialLiteLLMParams.model_fields))
+"""Fields by which LiteLLM, or an operator's settings of a team, say where and as whom providers and logs are asked."""
 
 ACTIONS = ("block", "flag", "redact")
 NO_ENGINE = "no vLLM with the plugin is configured for this guardrail (engine)"
@@ -88,7 +93,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         folder = Path(model_configs) if model_configs else data_folder("model_configs")
         self._judges: Judges = judges(bind(loaded, build_detectors(loaded, config_key, folder)), None)
         self._threads = ClientThreads()
-        self._harmless = frozenset(harmless_fields)
+        self._harmless = frozenset((*harmless_fields, *KEYS_OF_OTHERS))
         self._engine = engine.rstrip("/").removesuffix("/v1") if engine else ""
         self._engine_model = engine_model
         key = os.environ.get(engine_api_key_env) if engine_api_key_env else None

@@ -48,7 +48,7 @@ OWN = frozenset(
         *("timeout", "request_timeout", "stream_timeout", "client_side_timeout", "cache", "ttl", "mock_response"),
         *("allowed_openai_params", "additional_drop_params", "cache_control_injection_points", "retry_policy"),
         *("allowed_model_region", "router_settings_override", "budget_limits", "_litellm_client_requested_model"),
-        *("_router_weights", "client_id", "guardrail_to_apply", "user_api_key_dict"),
+        *("_router_weights", "client_id", "guardrail_to_apply", "user_api_key_dict", "litellm_trusted_callback_vars"),
     )
 )
 """LiteLLM's own: whom it asks, how long it waits, what it logs. No model reads these."""

@@ -165,7 +165,16 @@ async def test_texts_in_the_extra_body_are_judged_and_redacted_there(make: Make)
     assert "messages" not in data
 
 
-async def test_fields_that_an_operator_knows_may_pass(make: Make) -> None:
+async def test_fields_that_litellm_adds_and_those_that_an_operator_knows_pass(make: Make) -> None:
+    added: dict[str, Any] = {
+        "proxy_server_request": {"body": {"messages": SECRET}}, "secret_fields": object(), "litellm_call_id": "a",
+        "litellm_logging_obj": object(), "_litellm_strip_stream_usage": True, "success_callback": ["langfuse"],
+        "langfuse_public_key": "a", "litellm_trusted_callback_vars": {"langfuse_public_key": "a"}, "tags": ["a"],
+        "aws_region_name": "a", "cache": {}, "timeout": 3, "extra_headers": {"a": "b"}, "litellm_session_id": "a",
+    }  # fmt: skip
+    data = {**request("hello"), **added}
+    await pre_call(make(), data, "acompletion")
+    assert data["metadata"]["mia_guard"]["rules"] == ["stop"]
     data = {**request("hello"), "unheard_of": "a"}
     await pre_call(make(harmless_fields=["unheard_of"]), data, "acompletion")
     assert data["unheard_of"] == "a"
