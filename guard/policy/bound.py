@@ -30,6 +30,7 @@ from guard.policy.gates import steering_of
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.measuring import Measurement, Question, Steering, measurement, question, with_combined
 from guard.policy.schema import DetectorUse, Rule, Stage, Streaming, detectors_in
+from guard.policy.waits import Waits, waits_of
 
 log = logging.getLogger("guard.policy")
 
@@ -44,7 +45,8 @@ class BoundPolicy:
     ``spec``: everything that its detectors may read, words of spans in place. ``hold_s``: how long an answer is held
     for scores at most, 0 when no enforced rule needs any; ``prompt_timeout_s``: how long scores are worth recording.
     ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short. ``answer_timeout_s``: longest
-    wait for detectors of text each time that an answer is judged. ``capture``: what may be kept of the texts.
+    wait for detectors of text each time that an answer is judged. ``waits``: the same of each detector. ``capture``:
+    what may be kept of the texts.
     """
 
     name: str
@@ -63,6 +65,7 @@ class BoundPolicy:
     streaming: Streaming
     window_tokens: int
     answer_timeout_s: float
+    waits: Waits
     capture: Capture | None = None
 
     @cached_property
@@ -262,6 +265,7 @@ def bind(
         streaming=policy.streaming,
         window_tokens=policy.window_tokens,
         answer_timeout_s=_answer_timeout_s(rules, policy.prompt_timeout_s),
+        waits=waits_of(rules, policy.prompt_timeout_s),
         capture=policy.capture,
     )
     _check_inputs(loaded, bound)

@@ -177,11 +177,11 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     request, judges, decisions = await judged_by_texts(services, exchange, embeddings_form, prompts_of, NOT_READ)
     if steers := next((one for one in decisions if one.action in STEERS), None):
         raise SteeringError(f"rule {steers.rule} steers, which an embedding cannot be")
-    request = _as_decided(request, decisions, judges)
+    request = as_decided(request, decisions, judges)
     await exchange.until_client_leaves(_embed(services, exchange, request))
 
 
-def _as_decided(request: GuardedRequest[Texts], decisions: Sequence[Decision], judges: Judges) -> GuardedRequest[Texts]:
+def as_decided(request: GuardedRequest[Texts], decisions: Sequence[Decision], judges: Judges) -> GuardedRequest[Texts]:
     """Each prompt as its own decision has it. Raises ``RoutingError`` where they are for several models."""
     models = {one.by.route.model for one in decisions if one.action == "route" and one.by and one.by.route}
     if len(models) > 1:
