@@ -235,8 +235,10 @@ async def test_lines_that_have_the_first_scores_of_a_stream_are_told_and_not_com
 async def test_of_an_answer_that_nobody_waited_for_it_is_kept_what_rules_made_of_it_until_then(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    at_end = "  - {name: end, stage: output, when: {detector: text, at_least: 0.5}, action: flag}\n"
-    text = policy("window", action="flag", more=at_end)
+    more = "  - {name: end, stage: output, when: {detector: text, at_least: 0.5}, action: flag}\n"
+    # A rule that could stop the stream has every word judged before it goes.
+    more += "  - {name: stop, stage: stream, when: {detector: text, at_least: 1.5}, action: block}\n"
+    text = policy("window", action="flag", more=more)
     engine = FakeEngine(scripts=[("secret", " b")], answer_delay_s=None)
     async with running(engine), start_proxy(engine, text) as proxy:
         reading = frames(proxy, STREAM)
