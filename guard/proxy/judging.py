@@ -33,7 +33,7 @@ NOWHERE: Unit = (-1, "")
 """No unit of any answer."""
 
 WHOLE = " whole"
-"""Ends the name of a channel's second copy, which some APIs send at its end."""
+"""In the name of a channel's second copy, which some APIs send at its end; a number behind it tells several apart."""
 
 MAX_MOMENTS = 128
 """Longest course of a stream's scores that is kept; from there on every second moment of it is forgotten."""
@@ -134,6 +134,7 @@ class AnswerJudge:
     _grown: dict[int, Readouts] = field(default_factory=dict)
     _taken: int = 0
     _read: dict[Unit, tuple[str, dict[str, Score]]] = field(default_factory=dict)
+    _copies: dict[Unit, dict[str, Unit]] = field(default_factory=dict)
     _replaced_at: dict[Unit, int] = field(default_factory=dict)
 
     @property
@@ -145,13 +146,22 @@ class AnswerJudge:
     def add(self, frame: Frame) -> None:
         """The next part of the answer."""
         for piece in frame.pieces:
-            unit = unit_of(piece)
+            text = piece.text
+            unit = self._copy(unit_of(piece), text) if piece.whole else unit_of(piece)
             before = "" if piece.whole else self.texts.get(unit, "")
+            frame.units.append(unit)
             frame.starts.append(len(before))
-            self.texts[unit] = before + piece.text
+            self.texts[unit] = before + text
             self.tokens[piece.choice] += piece.tokens
         if frame.choice is not None:
             frame.place = self.tokens[frame.choice]
+
+    def _copy(self, unit: Unit, text: str) -> Unit:
+        """The unit of a text that comes whole. It may come several times, each spelt in its own way: each spelling is
+        a text of its own, as what is found in one stands elsewhere in another."""
+        copies = self._copies.setdefault(unit, {})
+        choice, channel = unit
+        return copies.setdefault(text, (choice, f"{channel}{len(copies)}") if copies else unit)
 
     async def check(self, readouts: Sequence[Readouts] = (), *, complete: bool) -> Ruling:
         """Judge what there is so far. What hit before stays."""
@@ -206,8 +216,7 @@ class AnswerJudge:
 
     def redact(self, frame: Frame) -> None:
         """Take out of a frame what is marked there."""
-        for piece, start in zip(frame.pieces, frame.starts, strict=True):
-            unit = unit_of(piece)
+        for piece, unit, start in zip(frame.pieces, frame.units, frame.starts, strict=True):
             if piece.whole:
                 self._replaced_at.pop(unit, None)
             if (marks := self.marks.get(unit)) and (text := self._without(unit, piece.text, start, marks)) is not None:
@@ -286,7 +295,7 @@ class AnswerJudge:
         }
 
     def _in_words(self, unit: Unit) -> bool:
-        return self.conversation.words(unit[1].removesuffix(WHOLE))
+        return self.conversation.words(channel_of(unit))
 
     async def _pass(self, one: Measurement, text: str) -> Score:
         asked = one.second_pass(text, self.conversation.parts, self.conversation.roles)
@@ -363,6 +372,11 @@ class AnswerJudge:
 
 def unit_of(piece: Piece) -> Unit:
     return piece.choice, piece.channel + (WHOLE if piece.whole else "")
+
+
+def channel_of(unit: Unit) -> str:
+    """The channel that a unit is of, or a second copy of."""
+    return unit[1].rpartition(WHOLE)[0] if WHOLE in unit[1] else unit[1]
 
 
 def _merged(marks: Iterable[Mark]) -> list[Mark]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -813,6 +815,73 @@ async def test_no_field_of_a_streams_events_hides_a_word(start_proxy: StartProxy
             assert status in {("hold", "block"): (400,), ("window", "block"): (200, 400)}.get(
                 (contract, action), (200,)
             ), name
+
+
+SPELLINGS = (
+    '{"x": "the secret word"}',
+    '{"x":"the secret word"}',
+    '{\n  "x" :   "the secret word"\n}',
+    '{"x": "the s\u200becret word"}',
+    '{"a": 1234567, "x": "the SECRET word, secret"}',
+    '{"x": "the word"}',
+    "nothing",
+)
+"""Of one text, as a server may write it each time that it sends it."""
+
+
+def told_again(kind: str, spelt: list[str], name: str) -> list[bytes]:
+    """A stream of a response whose text comes in parts, at its end, in its part, in its item and in the response, each
+    time in the spelling of that place."""
+    parts, ended, of_part, of_item, at_last = spelt
+    at = {"item_id": "m", "output_index": 0}
+    pieces = [parts[i : i + 3] for i in range(0, len(parts), 3)]
+
+    def item(text: str) -> dict[str, Any]:
+        if kind == "call":
+            return {"type": "function_call", "id": "m", "call_id": "call_1", "name": name, "arguments": text}
+        return {"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    if kind == "call":
+        called = "response.function_call_arguments"
+        said = [{"type": f"{called}.delta", **at, "delta": one} for one in pieces]
+        said.append({"type": f"{called}.done", **at, "arguments": ended, "name": name})
+    else:
+        at["content_index"] = 0
+        said = [{"type": "response.output_text.delta", **at, "delta": one} for one in pieces]
+        said.append({"type": "response.output_text.done", **at, "text": ended})
+        said.append({"type": "response.content_part.done", **at, "part": {"type": "output_text", "text": of_part}})
+    whole = {"id": "r", "object": "response", "status": "completed", "output": [item(at_last)]}
+    values = [
+        *said,
+        {"type": "response.output_item.done", "output_index": 0, "item": item(of_item)},
+        {"type": "response.completed", "response": whole},
+    ]
+    return [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in values]
+
+
+@pytest.mark.parametrize("contract", ["hold", "window"])
+@pytest.mark.parametrize("kind", ["call", "message"])
+async def test_a_text_that_comes_again_is_redacted_as_it_is_spelt_there(
+    start_proxy: StartProxy, kind: str, contract: str
+) -> None:
+    """As vLLM spells a call's arguments with other spaces in a response's last event than in its stream."""
+    found = re.compile(r"(?i)s\u200b?ecret|\d{4,}")
+    rules = policy(contract, action="redact", more="    redact: {replacement: '[X]'}\n")
+    chance = random.Random(5)  # noqa: S311
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, rules) as proxy:
+        for _ in range(12):
+            spelt, name = chance.choices(SPELLINGS, k=5), chance.choice(["lookup", "secret_one"])
+            engine.frames = told_again(kind, spelt, name)
+            status, _, raw = await proxy.post({**BODIES[RESPONSES], "stream": True}, path=RESPONSES)
+            assert status == 200
+            got = [json.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: ")]
+            sent = [json.loads(frame.split(b"data: ")[1]) for frame in engine.frames]
+            deltas = "".join(one.get("delta", "") for one in got)
+            if contract == "hold":
+                assert deltas == found.sub("[X]", spelt[0])
+            others = [[one for one in many if "delta" not in one] for many in (got, sent)]
+            assert others[0] == json.loads(found.sub("[X]", json.dumps(others[1], ensure_ascii=False))), (spelt, name)
 
 
 SAID = b'data: {"choices": [{"index": 0, "delta": {"content": "ok"}}]}\n\n'
