@@ -140,7 +140,7 @@ class GuardedRequest(Generic[F_co]):
         slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
         return [(slot.message, slot.part, slot.text) for slot in slots if slot.instead is None]
 
-    @property
+    @cached_property
     def unread(self) -> str:
         """Why these are not all texts that the model reads; empty when they are."""
         return self.form.unread(self.fields)
@@ -228,7 +228,7 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     _check_guardable(fields)
     request = GuardedRequest(form, fields)
     # Worked out here, where nobody else waits while a long text is searched.
-    _ = request.unplaced, request.characters
+    _ = request.unplaced, request.characters, request.unread
     return request
 
 

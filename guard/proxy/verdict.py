@@ -16,6 +16,7 @@ from detectors.base import Score
 from detectors.deadline import TooLateError
 from guard.policy import Decision, Judges, Question
 from guard.policy.judges import PROMPT, Scores
+from guard.policy.measuring import at_least
 from guard.policy.way import way_of
 from guard.proxy.answer import Answer, PlainAnswer, Whole
 from guard.proxy.body import GuardedRequest
@@ -53,21 +54,35 @@ async def read_each(
     late = judges.unread(PROMPT, Score("unavailable", reason="the text was not read in time", timed_out=True))
     if not late:
         return [{} for _ in requests]
-    unread = [one.unread for one in requests]
-    missing = [judges.unread(PROMPT, Score("unavailable", reason=why)) if why else None for why in unread]
-    if all(missing):
-        return [one or late for one in missing]
+    # What is missing of a prompt is so in time and out of time.
+    missing = [
+        judges.unread(PROMPT, Score("unavailable", reason=why)) if (why := one.unread) else late for one in requests
+    ]
+    if not any(map(_readable, requests)):
+        return list(missing)
 
     def read() -> list[TextScores]:
         return [
-            without or judges.read_prompt(one.texts, one.roles) for one, without in zip(requests, missing, strict=True)
+            _read(judges, one) if _readable(one) else without for one, without in zip(requests, missing, strict=True)
         ]
 
     limit_s = judges.live.hold_s or judges.live.prompt_timeout_s
     try:
         return await threads.read(sum(one.characters for one in requests), read, limit_s)
     except (TimeoutError, TooLateError):
-        return [one or late for one in missing]
+        return list(missing)
+
+
+def _readable(request: GuardedRequest[Texts]) -> bool:
+    """Whether there is anything to read, be it the text of nothing."""
+    return bool(request.texts) or not request.unread
+
+
+def _read(judges: Judges, request: GuardedRequest[Texts]) -> TextScores:
+    """Scores of what is there; where there is more they are what the whole has at least."""
+    scores = judges.read_prompt(request.texts, request.roles)
+    why = request.unread
+    return {key: at_least(score, why) for key, score in scores.items()} if why else scores
 
 
 async def decide(

@@ -498,11 +498,65 @@ async def test_a_document_that_cannot_be_read_is_not_clean(start_proxy: StartPro
     async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
         assert {status for status, _ in (await outcomes(proxy, asked)).values()} == {503}
         assert not engine.bodies
-        assert {entry["detectors"]["text"] for entry in await proxy.entries(len(asked))} == {
-            "unavailable: a document or a file is in the prompt, whose text the guard does not have"
-        }
+        why = "a document or a file is in the prompt, whose text the guard does not have"
+        found = {entry["detectors"]["text"] for entry in await proxy.entries(len(asked))}
+        # Beside some there is a text, in which nothing was found.
+        assert found == {f"unavailable: {why}", f"scored: {why}"}
         body = {**BODIES[MESSAGES], "messages": [{"role": "user", "content": [picture]}]}
         assert (await proxy.post(body, path=MESSAGES))[0] == 200
+
+
+UNREADABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a field of a message": (CHAT, turn(file_id="x")),
+    "a field of a part": (CHAT, content({"type": "text", "text": "a", "file_url": "x"})),
+    "a source of a part": (CHAT, content({"type": "text", "text": "a", "source": {"type": "x"}})),
+    "a part of its own": (CHAT, content({"type": "text", "text": "a"}, {"type": "file", "file": {"file_id": "x"}})),
+    "a block": (MESSAGES, document({"type": "url", "url": "http://a"})),
+    "an item": (RESPONSES, {"model": "tiny", "input": [{"role": "user", "content": "a", "file_id": "x"}]}),
+    "a message to embed": (EMBEDDINGS, content({"type": "text", "text": "a", "file_id": "x"})),
+    "tokens": (COMPLETIONS, {"model": "tiny", "prompt": [5, 6, 7]}),
+    "tokens to embed": (EMBEDDINGS, {"model": "tiny", "input": [5, 6, 7]}),
+}
+"""Requests of which something cannot be read."""
+
+
+async def test_what_can_be_read_is_read_whatever_stands_beside_it_that_cannot(start_proxy: StartProxy) -> None:
+    def beside(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """With the word at other places of the same request, as everywhere else a rule reads it."""
+        talk = "messages" if "messages" in body else "input"
+        place = body.get(talk)
+        if path != COMPLETIONS and isinstance(place, list) and isinstance(place[0], dict):
+            return {**body, talk: [{"role": "user", "content": "a secret"}, *place]}
+        return {**body, "suffix": "secret"}
+
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        found = await outcomes(proxy, {name: (path, beside(path, body)) for name, (path, body) in UNREADABLE.items()})
+        assert found == dict.fromkeys(UNREADABLE, (400, "leak"))
+        assert not engine.bodies
+        # Where nothing is found in what can be read, nobody knows: the rule's on_error.
+        assert await outcomes(proxy, UNREADABLE) == dict.fromkeys(UNREADABLE, (200, "leak"))
+
+
+async def test_a_low_score_of_what_can_be_read_is_not_below_a_bound(start_proxy: StartProxy) -> None:
+    rule = PROMPT_RULE.replace("at_least: 0.5}, action: block", "below: 0.5}, action: redact, on_error: block")
+    rule = rule.replace("on_error: block", "on_error: block, redact: {messages: [user]}")
+    async with running(FakeEngine()) as engine, start_proxy(engine, rule) as proxy:
+        assert {status for status, _ in (await outcomes(proxy, UNREADABLE)).values()} == {503}
+
+
+async def test_a_field_for_a_file_that_is_null_is_nothing(start_proxy: StartProxy) -> None:
+    """OpenAI's clients send such fields with pictures."""
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "file_id": None}
+    empty = {"type": "text", "text": "a", "file": None, "source": None, "file_url": None, "file_data": None}
+    asked = {
+        "a picture": (RESPONSES, {"model": "tiny", "input": [{"role": "user", "content": [picture]}]}),
+        "a part": (CHAT, content(empty)),
+        "a file's field": (CHAT, content({**empty, "file": {"file_id": None}})),
+        "a message": (MESSAGES, {**BODIES[MESSAGES], "messages": [{"role": "user", "content": "a", "file_id": None}]}),
+    }
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        for name, (path, body) in asked.items():
+            assert (await proxy.post(body, path=path))[1]["x-guard-action"] == "allow", name
 
 
 IN_TOOLS_OR_ANSWERS = (
