@@ -169,13 +169,14 @@ def longest_wait_s(rules: Sequence[CompiledRule], timeout_s: float, stage: Stage
     """
     waiting = [one for one in rules if one.rule.stage == stage and one.mode == "enforce" and one.check is not None]
     times = [one.rule.timeout_s or timeout_s for one in waiting]
-    ending = [time for one, time in zip(waiting, times, strict=True) if _blocks_when_late(one)]
+    ending = [time for one, time in zip(waiting, times, strict=True) if blocks_when_late(one)]
     return min([*ending, max(times)]) if times else 0.0
 
 
-def _blocks_when_late(compiled: CompiledRule) -> bool:
+def blocks_when_late(compiled: CompiledRule) -> bool:
+    """Whether it blocks when none of its scores comes in time."""
     late = Score("unavailable", reason="late", timed_out=True)
-    hit = compiled.hit(dict.fromkeys(detectors_in(compiled.rule), late))
+    hit = None if compiled.check is None else compiled.hit(dict.fromkeys(detectors_in(compiled.rule), late))
     return hit is not None and hit.action == "block"
 
 

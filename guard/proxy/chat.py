@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from guard.policy import Decision, Judges, Question
 from guard.policy.measuring import Steering
@@ -22,7 +23,7 @@ from guard.proxy.body import F, GuardedRequest, parsed
 from guard.proxy.capturing import capturing_of
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
-from guard.proxy.judged import block, relay_failed, relay_judged
+from guard.proxy.judged import block, relay_failed, relay_judged, settle_answer
 from guard.proxy.judging import AnswerJudge, Conversation
 from guard.proxy.readouts import Finding, gate_reports
 from guard.proxy.recording import Handler
@@ -30,8 +31,9 @@ from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
 from guard.proxy.second_pass import PassReader
 from guard.proxy.services import Services
+from guard.proxy.text_reading import Reading
 from guard.proxy.usage import count_whole, left_at_prompt
-from guard.proxy.verdict import ShadowRefusedError, TextScores, decide, judge, read_texts, spec_refusal
+from guard.proxy.verdict import ShadowRefusedError, decide, judge, read_texts, spec_refusal
 from guard.proxy.wire import Form
 from guard.telemetry.record import RequestRecord
 
@@ -70,7 +72,7 @@ class _Asking:
     request: GuardedRequest[Form]
     judges: Judges
     asked: Question
-    texts: TextScores
+    texts: Reading
     sent_s: float
 
     def send(self, *, early: bool) -> AbstractAsyncContextManager[Task[Answer]]:
@@ -95,6 +97,7 @@ class _Asking:
             judge = AnswerJudge(
                 self.judges, self.asked, finding.readouts, finding.reason, threads, self._conversation()
             )
+            self.exchange.afterwards.append(partial(settle_answer, self.exchange.record, judge, attempts))
             return await relay_judged(self.exchange, self.request, answer, judge, attempts)
         finally:
             if gated := self.asked.gated:
@@ -111,6 +114,7 @@ async def guarded(
         judges.ask(roles, request.unplaced) if unread is None else judges.ask_unread(roles, unread, request.unplaced)
     )
     texts = await read_texts(judges, request, services.threads.of(exchange.caller.key_hash))
+    exchange.afterwards.append(texts.settle)
     if unread is None and judges.cuts_streams and not asked.reads:
         # Readouts would tell how long the prompt is.
         request = request.counting()

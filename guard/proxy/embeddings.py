@@ -30,7 +30,7 @@ from guard.proxy.readouts import Finding
 from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
-from guard.proxy.verdict import Judged, blocked, judged, note, read_each
+from guard.proxy.verdict import Judged, blocked, judged, note, note_scores, read_each
 from guard.proxy.wire import AS_TOKENS, Fields, Slot, Texts, around
 from guard.proxy.wire_choices import PROMPT_ROLE, chat_form
 
@@ -196,14 +196,10 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     exchange.affinity = affinity_of(request.fields)
     judges = judges_for(services.policies, exchange, request.model)
     exchange.capturing = capturing_of(judges, request, record)
-    found = await judged_each(judges, prompts_of(request), NOT_READ, threads)
-    together = joined_of(judges, found)
-    note(judges, together, record)
-    # No gate can open.
-    record.armed = ()
+    found = await judged_each(judges, prompts_of(request), NOT_READ, exchange, threads)
     record.own_s = time.perf_counter() - began_s
-    if together.decision.action == "block":
-        raise blocked(together.decision)
+    if record.decision is not None and record.decision.action == "block":
+        raise blocked(record.decision)
     if steers := next((one.decision for one in found if one.decision.action in STEERS), None):
         raise SteeringError(f"rule {steers.rule} steers, which an embedding cannot be")
     request = _as_decided(request, [one.decision for one in found], judges)
@@ -211,25 +207,37 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
 
 
 async def judged_each(
-    judges: Judges, prompts: Sequence[GuardedRequest[Texts]], not_read: Finding, threads: TextThreads
+    judges: Judges,
+    prompts: Sequence[GuardedRequest[Texts]],
+    not_read: Finding,
+    exchange: Exchange,
+    threads: TextThreads,
 ) -> list[Judged]:
-    """Each prompt by its texts alone. ``not_read``: why the model is not read."""
+    """Each prompt by its texts alone, and what they come to together on the record. ``not_read``: why the model is not
+    read."""
     texts = await read_each(judges, prompts, threads)
 
-    def judge() -> list[Judged]:
+    def judge() -> tuple[list[Judged], Judged]:
         # Whatever a detector's scope, it is not the conversation that keeps it from reading.
-        return [
+        found = [
             judged(
                 judges,
                 judges.ask(one.roles, replace(one.form.unplaced(one.fields), whole=not_read.reason)),
                 not_read,
                 read,
             )
-            for one, read in zip(prompts, texts, strict=True)
+            for one, read in zip(prompts, texts.each, strict=True)
         ]
+        return found, joined_of(judges, found)
 
+    texts.again = lambda: note_scores(judges, judge()[1], exchange.record)
+    exchange.afterwards.append(texts.settle)
     # Many take a while, and nobody else is to wait for it.
-    return judge() if len(prompts) == 1 else await threads.parse(judge)
+    found, together = judge() if len(prompts) == 1 else await threads.parse(judge)
+    note(judges, together, exchange.record)
+    # No gate can open.
+    exchange.record.armed = ()
+    return found
 
 
 def joined_of(judges: Judges, found: Sequence[Judged]) -> Judged:

@@ -12,7 +12,9 @@
     │   └── ModelNotFoundError    404  a model that vLLM does not serve
     ├── MethodError               405  the wrong method for the path
     ├── RateLimitedError          429  a limit of the key or of its tenant is reached
+    ├── TooManyTextsError         429  too many texts of the key wait to be read
     ├── OverloadedError           503  the proxy has as many requests under way as it may
+    ├── TextsWaitError            503  the request's texts waited too long to be read
     ├── BlockedError              400  a rule hit
     ├── GuardUnavailableError     503  a rule that blocks on_error got no score
     ├── SteeringError             502  vLLM cannot steer as the policy says
@@ -154,6 +156,27 @@ class OverloadedError(ApiError):
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
         self.headers = _later(retry_s)
+
+
+class TooManyTextsError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_texts"
+    outcome = "refused"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = _later(1.0)
+
+
+class TextsWaitError(ApiError):
+    status = 503
+    code = "texts_wait"
+    outcome = "refused"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = _later(1.0)
 
 
 def _later(retry_s: float) -> dict[str, str]:

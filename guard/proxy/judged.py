@@ -25,6 +25,7 @@ from guard.proxy.verdict import blocked
 from guard.proxy.wire import DATA, Form, Frame, answer_json, compact, frames_of
 from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
 from guard.proxy.withholding import Withheld
+from guard.telemetry.record import Answered, RequestRecord
 
 ERROR: Unit = (0, "error")
 """Where a model server's error is kept, for those who may keep texts."""
@@ -42,6 +43,24 @@ async def relay_judged(
             # However it ended: what rules made of it until then.
             exchange.record.answer = judge.answered(attempts) or exchange.record.answer
     return await _whole(exchange, request, await answer.whole(), judge, attempts)
+
+
+async def settle_answer(record: RequestRecord, judge: AnswerJudge, attempts: int, limit_s: float) -> None:
+    """Put on the record what detectors that nobody waited for say of an answer, within so many seconds after it."""
+    told = judge.answered(attempts)
+    has_more = await judge.settle(limit_s)
+    new = judge.answered(attempts)
+    if new is None or not has_more:
+        return
+
+    def with_more(one: Answered) -> Answered:
+        if told is None or one.attempts != attempts:
+            return one
+        # What was made of it in the end may be another decision.
+        return replace(new, decision=new.decision if one.decision is told.decision else one.decision)
+
+    record.earlier = tuple(with_more(one) for one in record.earlier)
+    record.answer = new if record.answer is None else with_more(record.answer)
 
 
 async def block(exchange: Exchange, request: GuardedRequest[Form], decision: Decision) -> None:

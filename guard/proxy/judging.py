@@ -6,14 +6,15 @@ Owns what is known of one answer, and which of its characters a redaction takes 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from detectors.base import Score, SecondPass
-from detectors.deadline import TooLateError
 from guard.mia.results import Readouts, join
 from guard.policy import BoundPolicy, Decision, Judges, Question, RuleHit
 from guard.policy.judges import STREAM
@@ -21,8 +22,10 @@ from guard.policy.measuring import NOT_YET, Measurement, Part
 from guard.policy.over_time import Seen
 from guard.policy.schema import LATER, SEVERITY, Stage, detectors_in
 from guard.proxy.client_threads import TextThreads
+from guard.proxy.errors import ApiError
 from guard.proxy.readouts import most_complete
 from guard.proxy.second_pass import PassReader, SecondPassError
+from guard.proxy.text_reading import LATE, PENDING, Reader, Reading, read_by_each
 from guard.proxy.wire import Frame, Piece
 from guard.telemetry.record import Answered, Moment
 
@@ -38,6 +41,7 @@ WHOLE = " whole"
 MAX_MOMENTS = 128
 """Longest course of a stream's scores that is kept; from there on every second moment of it is forgotten."""
 
+UNREAD = ("", Score("not_applicable", reason="nothing of the answer has been read yet"))
 NO_WORDS = Score("not_applicable", reason="the answer says nothing in words")
 PASS_LATE = Score("unavailable", reason="the second pass did not come in time", timed_out=True)
 
@@ -110,6 +114,10 @@ class _Kept:
         )
 
 
+_Before = tuple[tuple[_Kept, _Kept], list[Moment], Ruling | None]
+"""What was known of an answer before it was judged at its end."""
+
+
 @dataclass
 class AnswerJudge:
     """One answer. ``prompt``: readouts of its prompt as far as there are any; ``reason``: why there are none;
@@ -133,7 +141,14 @@ class AnswerJudge:
     _beside: _Kept = field(default_factory=_Kept)
     _grown: dict[int, Readouts] = field(default_factory=dict)
     _taken: int = 0
-    _read: dict[Unit, tuple[str, dict[str, Score]]] = field(default_factory=dict)
+    _read: dict[tuple[Unit, str], tuple[str, Score]] = field(default_factory=dict)
+    _units_read: list[Unit] = field(default_factory=list)
+    _reading: Reading = field(default_factory=lambda: Reading([]))
+    _passing: dict[tuple[str, str], asyncio.Task[Score]] = field(default_factory=dict)
+    _passed: dict[Unit, dict[str, Score]] = field(default_factory=dict)
+    _settle: Callable[[], None] | None = None
+    _readouts: Sequence[Readouts] = ()
+    _unjudged: bool = False
     _copies: dict[Unit, dict[str, Unit]] = field(default_factory=dict)
     _replaced_at: dict[Unit, int] = field(default_factory=dict)
 
@@ -145,6 +160,7 @@ class AnswerJudge:
 
     def add(self, frame: Frame) -> None:
         """The next part of the answer."""
+        self._unjudged = True
         for piece in frame.pieces:
             text = piece.text
             unit = self._copy(unit_of(piece), text) if piece.whole else unit_of(piece)
@@ -165,16 +181,59 @@ class AnswerJudge:
 
     async def check(self, readouts: Sequence[Readouts] = (), *, complete: bool) -> Ruling:
         """Judge what there is so far. What hit before stays."""
-        self._answered = None
+        self._answered, self._readouts = None, readouts
         stages = LATER if complete else STREAM
-        texts = await self._texts(stages)
+        texts = await self._texts(stages, complete=complete)
         passes = await self._passes() if complete else {}
         self._take(readouts)
+        if complete and (self._reading.under_way or self._passing):
+            before = copy.deepcopy((self._live, self._beside)), [*self.course], self.ruling
+            self._settle = partial(self._judge_again, before, readouts)
+        return self._rule(texts, passes, readouts, stages, complete=complete)
+
+    async def settle(self, limit_s: float) -> bool:
+        """Wait so long for what was not waited for, and judge once more with what has come. Whether there was any.
+        A stream whose client left while its last part was being judged is judged that far."""
+        if self._unjudged and self.judges_streams and limit_s > 0:
+            with suppress(TimeoutError, ApiError):
+                async with asyncio.timeout(limit_s):
+                    await self.check(self._readouts, complete=False)
+        settle, self._settle = self._settle, None
+        if settle is None:
+            self._reading.stop()
+            return not self.complete
+        try:
+            both = (self._reading.settle(limit_s), _ended([*self._passing.values()], limit_s))
+            await asyncio.gather(*both)
+        finally:
+            self._reading.stop()
+            settle()
+        return True
+
+    def _judge_again(self, before: _Before, readouts: Sequence[Readouts]) -> None:
+        (self._live, self._beside), self.course[:], self.ruling = before
+        self._answered = None
+        scores = {key: _result(task) for key, task in self._passing.items()}
+        passes = {
+            unit: {**known, **{key: score for (key, text), score in scores.items() if text == self.texts.get(unit)}}
+            for unit, known in self._passed.items()
+        }
+        self._rule(self._scores_of_texts(), passes, readouts, LATER, complete=True)
+
+    def _rule(
+        self,
+        texts: Mapping[Unit, Mapping[str, Score]],
+        passes: Mapping[Unit, Mapping[str, Score]],
+        readouts: Sequence[Readouts],
+        stages: Sequence[Stage],
+        *,
+        complete: bool,
+    ) -> Ruling:
         found = []
         for unit in self._units(readouts):
             known = {**texts.get(unit, {}), **passes.get(unit, passes.get(NOWHERE, {}))}
             found.append(self._judged(unit, known, readouts, stages))
-        self.complete = complete
+        self.complete, self._unjudged = complete, False
         self._note(found)
         rulings = [*([self.ruling] if self.ruling else []), *found]
         worst = max(rulings, key=lambda one: severity_of(one.decision))
@@ -243,28 +302,47 @@ class AnswerJudge:
         ]
         return list(dict.fromkeys([*self.texts, *silent])) or [(0, "")]
 
-    async def _texts(self, stages: Sequence[Stage]) -> dict[Unit, dict[str, Score]]:
-        """Scores of detectors that read text: of every text that is new, in a thread, within a bounded time."""
-        units = self.texts or {(0, ""): ""}
-        late = self.judges.unread(stages, Score("unavailable", reason="the text was not read in time", timed_out=True))
-        if not late:
+    async def _texts(self, stages: tuple[Stage, ...], *, complete: bool) -> dict[Unit, dict[str, Score]]:
+        """Scores of detectors that read text: of every text that is new, in threads, each within a bounded time."""
+        self._reading.take()
+        if complete:
+            # Of what is not all of it, nothing is wanted any more.
+            self._reading.stop()
+        busy = self._reading.under_way
+        readers = [one for one in self.judges.readers(stages) if one.key not in busy]
+        units = {**self.texts} or {(0, ""): ""}
+        self._units_read = list(units)
+        if not (readers or busy):
             return {}
-        read, characters = partial(self._read_texts, dict(units), stages), sum(map(len, units.values()))
-        try:
-            return await self.threads.read(characters, read, self.judges.live.answer_timeout_s)
-        except (TimeoutError, TooLateError):
-            return dict.fromkeys(units, late)
+        works = {
+            one.key: Reader(partial(self._read_by, one, units), self.judges.wait_for(one, stages)) for one in readers
+        }
+        characters = sum(map(len, units.values()))
+        earlier = self._reading
+        self._reading = await read_by_each(works, [LATE] * len(units), characters, self.threads)
+        self._reading.carry_on(earlier)
+        self._reading.take()
+        return self._scores_of_texts()
 
-    def _read_texts(self, units: Mapping[Unit, str], stages: Sequence[Stage]) -> dict[Unit, dict[str, Score]]:
+    def _scores_of_texts(self) -> dict[Unit, dict[str, Score]]:
+        """Of each text that was read last. What nobody waits for is what it was before as long as it does not come."""
+        found = {}
+        for unit, scores in zip(self._units_read, self._reading.each, strict=True):
+            found[unit] = {
+                key: self._read.get((unit, key), UNREAD)[1] if score is PENDING else score
+                for key, score in scores.items()
+            }
+        return found
+
+    def _read_by(self, reader: Measurement, units: Mapping[Unit, str]) -> list[Score]:
+        """One detector's scores of the texts, those that it has read as they are as they were."""
+        found = []
         for unit, text in units.items():
-            known = self._read.get(unit)
-            if (
-                known is None
-                or known[0] != text
-                or not known[1].keys() >= self.judges.unread(stages, Score("scored")).keys()
-            ):
-                self._read[unit] = (text, self.judges.read_answer(text, stages))
-        return {unit: self._read[unit][1] for unit in units}
+            known = self._read.get((unit, reader.key))
+            if known is None or known[0] != text:
+                known = self._read[unit, reader.key] = (text, reader.score_text(text))
+            found.append(known[1])
+        return found
 
     async def _passes(self) -> dict[Unit, dict[str, Score]]:
         """Scores of detectors that have the model read something about the answer: of each of its texts, within a
@@ -280,19 +358,21 @@ class AnswerJudge:
             for one in asking
             for text in dict.fromkeys(said.values())
         }
+        acting = {one.key: self.judges.wait_for(one, LATER) for one in asking}
+        waited = [task for (key, _), task in tasks.items() if acting[key].acts]
         try:
-            if tasks:
-                await asyncio.wait(tasks.values(), timeout=self.judges.live.answer_timeout_s)
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await _ended(waited, max((one.limit_s for one in acting.values() if one.acts), default=0.0))
+        except BaseException:
+            await _ended([*tasks.values()], 0.0)
+            raise
         self.second_pass_s = time.perf_counter() - began_s
-        scores = {key: PASS_LATE if task.cancelled() else task.result() for key, task in tasks.items()}
-        none = dict.fromkeys((one.key for one in asking), NO_WORDS)
-        return {NOWHERE: none} | {
-            unit: {one.key: scores[one.key, text] for one in asking} for unit, text in said.items()
+        self._passing = {at: task for at, task in tasks.items() if not acting[at[0]].acts}
+        none = dict.fromkeys(acting, NO_WORDS)
+        self._passed = {NOWHERE: none} | {
+            unit: {key: UNREAD[1] if (key, text) in self._passing else _result(tasks[key, text]) for key in acting}
+            for unit, text in said.items()
         }
+        return self._passed
 
     def _in_words(self, unit: Unit) -> bool:
         return self.conversation.words(channel_of(unit))
@@ -368,6 +448,22 @@ class AnswerJudge:
                 spans = [span for name in names if name in scores for span in scores[name].spans]
                 found += [Mark(a, b, rule.redact.replacement) for a, b in spans or [(0, 1 << 62)] if a < b]
         return _merged(found)
+
+
+async def _ended(tasks: Collection[asyncio.Task[Score]], limit_s: float) -> None:
+    """Those that do not end within so many seconds are cancelled."""
+    if not tasks:
+        return
+    try:
+        await asyncio.wait(tasks, timeout=limit_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _result(task: asyncio.Task[Score]) -> Score:
+    return PASS_LATE if not task.done() or task.cancelled() else task.result()
 
 
 def unit_of(piece: Piece) -> Unit:

@@ -25,7 +25,7 @@ from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Whole
 from guard.proxy.body import GuardedRequest, parsed
-from guard.proxy.embeddings import joined_of, judged_each
+from guard.proxy.embeddings import judged_each
 from guard.proxy.errors import (
     InvalidRequestError,
     RedactionError,
@@ -40,7 +40,7 @@ from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
 from guard.proxy.usage import expect_nothing
-from guard.proxy.verdict import blocked, note, spec_refusal_of
+from guard.proxy.verdict import blocked, spec_refusal_of
 from guard.proxy.wire import Fields, Slot, Texts
 from guard.proxy.wire_choices import chat_form
 from guard.uses.parts import UnreadableError
@@ -150,14 +150,10 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
         if reason := services.unread(request.model):
             raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
         judges = judges_for(services.policies, exchange, request.model)
-        found = await judged_each(judges, _prompts_of(request), NOT_READ, threads)
-        together = joined_of(judges, found)
-        note(judges, together, record)
-        # No gate can open.
-        record.armed = ()
+        found = await judged_each(judges, _prompts_of(request), NOT_READ, exchange, threads)
         record.own_s = time.perf_counter() - began_s
-        if together.decision.action == "block":
-            raise blocked(together.decision)
+        if record.decision is not None and record.decision.action == "block":
+            raise blocked(record.decision)
         for decision in (one.decision for one in found):
             _check_changes_nothing(decision)
         await exchange.until_client_leaves(_rerank(services, exchange, request, config, path))
