@@ -16,6 +16,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from guard.mia.spec import FOREIGN_KEYS
 from guard.policy.conversation import places, roles_named
 from guard.policy.measuring import Part, Unplaced
+from guard.policy.schema import Redaction
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
@@ -168,9 +169,19 @@ class GuardedRequest(Generic[F_co]):
         """The same for another model."""
         return replace(self, fields={**self.fields, "model": model})
 
-    def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest[F_co]:
+    def redacted(self, redactions: Sequence[Redaction]) -> GuardedRequest[F_co]:
         """The same with the texts of all messages that are meant replaced, and what else templates may show of them."""
-        fields, roles = copy.deepcopy(self.fields), self.roles
+        same = replace(self, fields=copy.deepcopy(self.fields))
+        same.redact(redactions)
+        return same
+
+    def redact(self, redactions: Sequence[Redaction]) -> None:
+        """Take them out of this request's own fields, of which nothing may have been worked out before."""
+        for one in redactions:
+            self._redact(one.messages, one.replacement)
+
+    def _redact(self, selectors: Sequence[str], replacement: str) -> None:
+        fields, roles = self.fields, self.form.roles(self.fields)
         slots, meant, named = self.form.slots(fields), places(selectors, roles), roles_named(selectors)
         parts: dict[int, int] = {}
         for slot in slots:
@@ -188,7 +199,11 @@ class GuardedRequest(Generic[F_co]):
         for slot in everything:
             if slot.key in IDS and slot.text in ids:
                 slot.replace(replacement)
-        return replace(self, fields=fields)
+
+    def worked_out(self) -> GuardedRequest[F_co]:
+        """The same, once everything is known of it that takes longer the more there is."""
+        _ = self.unplaced, self.characters, self.unread, self.roles
+        return self
 
     def to_json(self, spec: str | None = None) -> bytes:
         """The body for vLLM, asking for ``spec``, in its wire form, if there is one."""
@@ -226,10 +241,8 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
             f"vllm_xargs.{taken[0]} is set by the guard alone; remove it", f"vllm_xargs.{taken[0]}"
         )
     _check_guardable(fields)
-    request = GuardedRequest(form, fields)
-    # Worked out here, where nobody else waits while a long text is searched.
-    _ = request.unplaced, request.characters, request.unread
-    return request
+    # Here nobody else waits while a long text is searched.
+    return GuardedRequest(form, fields).worked_out()
 
 
 def _check_guardable(fields: dict[str, Any]) -> None:

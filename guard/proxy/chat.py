@@ -15,12 +15,13 @@ from functools import partial
 
 from guard.policy import Decision, Judges, Question
 from guard.policy.measuring import Steering
-from guard.policy.schema import Contract
+from guard.policy.schema import Contract, Redaction
 from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer, PlainAnswer
 from guard.proxy.body import F, GuardedRequest, parsed
 from guard.proxy.capturing import capturing_of
+from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.judged import block, relay_failed, relay_judged, settle_answer
@@ -82,7 +83,8 @@ class _Asking:
     def _conversation(self) -> Conversation:
         request, exchange = self.request, self.exchange
         reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.context)
-        return Conversation(request.said, request.roles, request.form.words, reader)
+        said = request.said if self.judges.asking_again(self.asked) else ()
+        return Conversation(said, request.roles, request.form.words, reader)
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""
@@ -197,7 +199,8 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
             steerings = judges.live.steerings_for(decision)
         elif unread and decision.action in PASSES:
             steerings = asking.exchange.record.armed = ()
-        request = redacted_and_routed(request, decision, judges)
+        threads = asking.services.threads.of(asking.exchange.caller.key_hash)
+        request = await as_decided(request, decision, judges, threads)
         asked = judges.ask_again(request.roles, steerings, request.unplaced)
         if reason := asking.services.unread(request.model):
             if decision.steer:
@@ -240,12 +243,25 @@ async def _give_up(asking: _Asking, wanted: Decision) -> None:
     await block(asking.exchange, asking.request, blocked)
 
 
+def redactions_of(decision: Decision, judges: Judges) -> list[Redaction]:
+    """What rules take out of a request."""
+    rules = [judges.live.rule(hit.rule) for hit in decision.hits if hit.action == "redact" and hit.mode == "enforce"]
+    return [rule.redact for rule in rules if rule.stage == "prompt" and rule.redact is not None]
+
+
 def redacted_and_routed(request: GuardedRequest[F], decision: Decision, judges: Judges) -> GuardedRequest[F]:
     """The request with everything that rules redact in it, for the model that a rule routes to."""
-    for hit in decision.hits:
-        rule = judges.live.rule(hit.rule)
-        if rule.stage == "prompt" and rule.redact is not None and hit.action == "redact" and hit.mode == "enforce":
-            request = request.redacted(rule.redact.messages, rule.redact.replacement)
+    if redactions := redactions_of(decision, judges):
+        request = request.redacted(redactions)
     if decision.action == "route" and decision.by is not None and decision.by.route is not None:
         request = request.routed(decision.by.route.model)
     return request
+
+
+async def as_decided(
+    request: GuardedRequest[F], decision: Decision, judges: Judges, threads: TextThreads
+) -> GuardedRequest[F]:
+    """The same; in a thread where all of the request is copied."""
+    if not redactions_of(decision, judges):
+        return redacted_and_routed(request, decision, judges)
+    return await threads.parse(lambda: redacted_and_routed(request, decision, judges).worked_out())

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from guard.blank_text import mistake_in
@@ -129,10 +130,10 @@ text_form = Texts(
 
 
 def _prompts_of(request: GuardedRequest[Texts]) -> list[GuardedRequest[Texts]]:
-    """The request, and each text of it as one of its own."""
+    """The request, and each text of it as one of its own, worked out."""
     texts = zip(request.roles, request.form.slots(request.fields), strict=True)
     alone = [{"model": request.model, "role": role, "text": slot.text} for role, slot in texts]
-    return [request, *(GuardedRequest(text_form, fields) for fields in alone)]
+    return [request, *(GuardedRequest(text_form, fields).worked_out() for fields in alone)]
 
 
 def reranking(config: RerankerConfig, path: str) -> Handler:
@@ -150,7 +151,9 @@ def reranking(config: RerankerConfig, path: str) -> Handler:
         if reason := services.unread(request.model):
             raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
         judges = judges_for(services.policies, exchange, request.model)
-        found = await judged_each(judges, _prompts_of(request), NOT_READ, exchange, threads)
+        found = await judged_each(
+            judges, await threads.parse(partial(_prompts_of, request)), NOT_READ, exchange, threads
+        )
         record.own_s = time.perf_counter() - began_s
         if record.decision is not None and record.decision.action == "block":
             raise blocked(record.decision)

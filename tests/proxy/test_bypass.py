@@ -1082,6 +1082,48 @@ async def test_a_request_of_too_many_parts_is_refused_and_nobody_else_waits(star
     assert max(waits_s) < 4
 
 
+MANY, NOTHING = ["secret"] * 2000, {"x": [{}] * 90_000}
+NAMES = {f"x{i}": "" for i in range(40_000)}
+TALKS = [[{"role": "user", "content": "secret"}]] * 2000
+COPIED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "texts beside each text": (EMBEDDINGS, {"input": ["hi"] * 600, "documents": [""] * 18_000}, 400),
+    "texts beside each of some": (EMBEDDINGS, {"input": ["hi"] * 200, "documents": [""] * 90_000}, 400),
+    "texts beside each conversation": (EMBEDDINGS, {"messages": TALKS, "documents": [""] * 18_000}, 400),
+    "values beside each text": (EMBEDDINGS, {"input": ["hi"] * 2000, "documents": [{}] * 90_000}, 400),
+    "fields that are not read": (EMBEDDINGS, {"input": MANY, **NOTHING}, 200),
+    "names that are not read": (EMBEDDINGS, {"input": MANY, **NAMES}, 200),
+    "fields beside conversations": (EMBEDDINGS, {"messages": TALKS, **NOTHING}, 200),
+    "names beside conversations": (EMBEDDINGS, {"input": TALKS, **NAMES}, 200),
+    "fields of a chat": (CHAT, {**content({"type": "text", "text": "secret"}), **NOTHING}, 200),
+    "parts of a chat": (CHAT, content(*["secret"] * 19_000), 200),
+}
+"""Requests that are redacted, and would be large if all of them were copied or read for each prompt."""
+
+
+async def test_what_many_prompts_have_beside_them_costs_nobody_else_time(start_proxy: StartProxy) -> None:
+    waits_s: dict[str, float] = {}
+    name = ""
+
+    async def watch(proxy: Proxy) -> None:
+        while True:
+            began_s = time.perf_counter()
+            await proxy.get("/livez")
+            waits_s[name] = max(waits_s.get(name, 0.0), time.perf_counter() - began_s)
+
+    redacting = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [user, tool]}")
+    async with running(FakeEngine()) as engine, start_proxy(engine, redacting) as proxy:
+        watching = asyncio.create_task(watch(proxy))
+        for name, (path, body, expected) in COPIED.items():
+            async with asyncio.timeout(20):
+                status, _, raw = await proxy.post(json.dumps({"model": "tiny", **body}).encode(), path=path)
+            assert status == expected, name
+            assert status == 200 or "at most" in json.loads(raw)["error"]["message"], name
+            assert b"secret" not in json.dumps(engine.bodies).encode(), name
+            assert status == 400 or engine.bodies.pop().keys() == {"model", *body} - {"vllm_xargs"}, name
+        watching.cancel()
+    assert max(waits_s.values()) < 2, waits_s
+
+
 async def test_no_request_slips_through_while_policies_that_all_forbid_it_are_swapped(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:
