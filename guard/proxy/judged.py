@@ -6,6 +6,7 @@ last frames afterwards.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,9 @@ from guard.proxy.wire import DATA, Form, Frame, answer_json, compact, frames_of
 from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
 from guard.proxy.withholding import Withheld
 from guard.telemetry.record import Answered, RequestRecord
+
+FRAMES_AT_ONCE = 256
+"""Frames of a stream that are written before others have their turn."""
 
 ERROR: Unit = (0, "error")
 """Where a model server's error is kept, for those who may keep texts."""
@@ -201,14 +205,20 @@ class _Stream:
             await self.exchange.start(200, self.answer.headers)
         held_s = time.perf_counter() - min(frame.came_s for frame in frames)
         self.exchange.record.held_s = max(held_s, self.exchange.record.held_s or 0.0)
-        for frame in frames:
-            self.judge.redact(frame)
-            self.released_tokens += frame.tokens
-            self.first = self.first or frame.data
-            self.last = frame.data or self.last
-            if self.request.form.has_items and frame.data is not None:
-                self.items.add(frame.data)
-        await self.exchange.stream(b"".join(frame.to_bytes() for frame in frames))
+        for i in range(0, len(frames), FRAMES_AT_ONCE):
+            await self.exchange.stream(b"".join(map(self._released, frames[i : i + FRAMES_AT_ONCE])))
+            # Of an answer that was held there may be many thousands.
+            await asyncio.sleep(0)
+
+    def _released(self, frame: Frame) -> bytes:
+        """A frame as the client gets it."""
+        self.judge.redact(frame)
+        self.released_tokens += frame.tokens
+        self.first = self.first or frame.data
+        self.last = frame.data or self.last
+        if self.request.form.has_items and frame.data is not None:
+            self.items.add(frame.data)
+        return frame.to_bytes()
 
     async def _block(self, decision: Decision) -> None:
         exchange, record = self.exchange, self.exchange.record

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -131,7 +132,6 @@ class AnswerJudge:
     conversation: Conversation = field(default_factory=Conversation)
     texts: dict[Unit, str] = field(default_factory=dict)
     tokens: Counter[int] = field(default_factory=Counter)
-    marks: dict[Unit, list[Mark]] = field(default_factory=dict)
     ruling: Ruling | None = None
     second_pass_s: float | None = None
     course: list[Moment] = field(default_factory=list)
@@ -140,6 +140,8 @@ class AnswerJudge:
     _live: _Kept = field(default_factory=_Kept)
     _beside: _Kept = field(default_factory=_Kept)
     _grown: dict[int, Readouts] = field(default_factory=dict)
+    _rulings: dict[Unit, tuple[Decision, Mapping[str, Score]]] = field(default_factory=dict)
+    _marked: dict[Unit, list[Mark]] = field(default_factory=dict)
     _taken: int = 0
     _read: dict[tuple[Unit, str], tuple[str, Score]] = field(default_factory=dict)
     _units_read: list[Unit] = field(default_factory=list)
@@ -278,14 +280,16 @@ class AnswerJudge:
         for piece, unit, start in zip(frame.pieces, frame.units, frame.starts, strict=True):
             if piece.whole:
                 self._replaced_at.pop(unit, None)
-            if (marks := self.marks.get(unit)) and (text := self._without(unit, piece.text, start, marks)) is not None:
+            if (marks := self._marks_of(unit)) and (text := self._without(unit, piece.text, start, marks)) is not None:
                 piece.replace(text)
                 frame.changed = True
 
     def _without(self, unit: Unit, text: str, start: int, marks: Sequence[Mark]) -> str | None:
         """The text, which begins at ``start`` of its unit, without what is marked; None when nothing of it is."""
         end, at, kept = start + len(text), start, []
-        here = [mark for mark in marks if mark.start < end and mark.end > start]
+        # They are in order, and there may be many of them and of such pieces.
+        first = bisect_right(marks, start, key=lambda one: one.end)
+        here = marks[first : bisect_left(marks, end, lo=first, key=lambda one: one.start)]
         for mark in here:
             kept.append(text[at - start : max(at, mark.start) - start])
             if not mark.start <= self._replaced_at.get(unit, -1) < mark.end:
@@ -434,9 +438,19 @@ class AnswerJudge:
         live = [one for one, _ in both]
         shadows = [one for _, one in both if one is not None]
         decision = joined(max(live, key=severity_of), live)
-        self.marks[unit] = self._marks(decision, scores.live)
+        self._rulings[unit] = decision, scores.live
+        self._marked.pop(unit, None)
         shadow = joined(max(shadows, key=severity_of), shadows) if shadows else None
         return Ruling(unit[0], scores.live, decision, shadow, scores.shadow)
+
+    def _marks_of(self, unit: Unit) -> list[Mark]:
+        """What is marked in a text as it was judged last. Found when it is first asked for: while an answer is held,
+        it is judged far more often than it is let go."""
+        if unit not in self._rulings:
+            return []
+        if unit not in self._marked:
+            self._marked[unit] = self._marks(*self._rulings[unit])
+        return self._marked[unit]
 
     def _marks(self, decision: Decision, scores: Mapping[str, Score]) -> list[Mark]:
         found = []
