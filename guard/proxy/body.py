@@ -25,8 +25,11 @@ from guard.proxy.wire import IDS, Texts, is_number
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
 
-OURS = "mia"
-"""The key of ``vllm_xargs`` under which the guard asks."""
+XARGS, OURS = "vllm_xargs", "mia"
+"""vLLM's field for others, and the key in it under which the guard asks."""
+
+OF_TEXTS = ("roles", "texts", "characters", "unread", "unplaced")
+"""What is worked out once of a request's texts."""
 
 MAX_MESSAGES = 10_000
 """Most messages, or items, of one request."""
@@ -163,11 +166,17 @@ class GuardedRequest(Generic[F_co]):
         options = self.fields.get("stream_options")
         if not (self.streamed and self.wants_usage and isinstance(options, dict)) or options.get(EACH_USAGE):
             return self
-        return replace(self, fields={**self.fields, "stream_options": {**options, EACH_USAGE: True}}, counted=True)
+        return self._saying_the_same({"stream_options": {**options, EACH_USAGE: True}}, counted=True)
 
     def routed(self, model: str) -> GuardedRequest[F_co]:
         """The same for another model."""
-        return replace(self, fields={**self.fields, "model": model})
+        return self._saying_the_same({"model": model}, counted=self.counted)
+
+    def _saying_the_same(self, changed: dict[str, Any], *, counted: bool) -> GuardedRequest[F_co]:
+        """The same with other fields that no text is in: what is known of its texts stays known."""
+        same = replace(self, fields={**self.fields, **changed}, counted=counted)
+        same.__dict__.update({name: self.__dict__[name] for name in OF_TEXTS if name in self.__dict__})
+        return same
 
     def redacted(self, redactions: Sequence[Redaction]) -> GuardedRequest[F_co]:
         """The same with the texts of all messages that are meant replaced, and what else templates may show of them."""
@@ -207,13 +216,30 @@ class GuardedRequest(Generic[F_co]):
 
     def to_json(self, spec: str | None = None) -> bytes:
         """The body for vLLM, asking for ``spec``, in its wire form, if there is one."""
-        fields = self.fields
+        given = self.fields.get(XARGS)
         if spec is not None:
-            fields = {**fields, "vllm_xargs": {**(fields.get("vllm_xargs") or {}), OURS: spec}}
-        try:
-            return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
-        except RecursionError:
-            raise InvalidRequestError("the body is nested too deeply") from None
+            given = {**(given or {}), OURS: spec}
+        if given is None and XARGS not in self.fields:
+            return self._written
+        return self._written[:-1] + b',"vllm_xargs":' + _json(given) + b"}"
+
+    async def written(self, threads: TextThreads) -> None:
+        """Write a long body in a thread, before it is asked for. Raises as ``to_json``."""
+        if self.characters > QUICK_BYTES:
+            await threads.parse(lambda: self._written)
+
+    @cached_property
+    def _written(self) -> bytes:
+        """All but the field that ours is in."""
+        return _json({name: value for name, value in self.fields.items() if name != XARGS})
+
+
+def _json(value: Any) -> bytes:
+    """Raises ``InvalidRequestError``."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
 
 
 async def parsed(form: F, raw: bytes, threads: TextThreads) -> GuardedRequest[F]:

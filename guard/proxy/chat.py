@@ -76,6 +76,16 @@ class _Asking:
     texts: Reading
     sent_s: float
 
+    @property
+    def threads(self) -> TextThreads:
+        """For the client's texts."""
+        return self.services.threads.of(self.exchange.caller.key_hash)
+
+    async def write(self) -> None:
+        """What ``send`` would have everybody wait for."""
+        if not self.services.providers.has(self.request.model):
+            await self.request.written(self.threads)
+
     def send(self, *, early: bool) -> AbstractAsyncContextManager[Task[Answer]]:
         request = self.request
         return self.services.ask(request.form.route, request, self.asked.wire, self.exchange, early=early)
@@ -95,9 +105,8 @@ class _Asking:
             if isinstance(answer, PlainAnswer) and answer.failed:
                 await relay_failed(self.exchange, await answer.whole(), begun=False)
                 return None
-            threads = self.services.threads.of(self.exchange.caller.key_hash)
             judge = AnswerJudge(
-                self.judges, self.asked, finding.readouts, finding.reason, threads, self._conversation()
+                self.judges, self.asked, finding.readouts, finding.reason, self.threads, self._conversation()
             )
             self.exchange.afterwards.append(partial(settle_answer, self.exchange.record, judge, attempts))
             return await relay_judged(self.exchange, self.request, answer, judge, attempts)
@@ -140,6 +149,7 @@ async def _judged(asking: _Asking) -> None:
     decision = None if asking.asked.reads else judge(asking.judges, asking.asked, UNREAD, record, asking.texts)
     unread = False
     if decision is None or decision.action in PASSES:
+        await asking.write()
         async with asking.send(early=asking.asked.reads and not request.streamed) as opening:
             finding = UNREAD
             if decision is None:
@@ -199,8 +209,7 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
             steerings = judges.live.steerings_for(decision)
         elif unread and decision.action in PASSES:
             steerings = asking.exchange.record.armed = ()
-        threads = asking.services.threads.of(asking.exchange.caller.key_hash)
-        request = await as_decided(request, decision, judges, threads)
+        request = await as_decided(request, decision, judges, asking.threads)
         asked = judges.ask_again(request.roles, steerings, request.unplaced)
         if reason := asking.services.unread(request.model):
             if decision.steer:
@@ -210,6 +219,7 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
         elif unread:
             asked = replace(asked, spec=judges.live.steering_spec(steerings, request.roles))
         again = replace(asking, request=request, asked=asked)
+        await again.write()
         async with again.send(early=False) as opening:
             answer = await opening
             if refusal := await spec_refusal(answer):

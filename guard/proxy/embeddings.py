@@ -224,6 +224,7 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     if steers := next((one.decision for one in found if one.decision.action in STEERS), None):
         raise SteeringError(f"rule {steers.rule} steers, which an embedding cannot be")
     request = await _as_decided(request, [one.decision for one in found], judges, threads)
+    await request.written(threads)
     await exchange.until_client_leaves(_embed(services, exchange, request))
 
 

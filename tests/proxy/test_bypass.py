@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from detectors.base import Score
 from guard.policy.judged_paths import EMBEDDINGS
+from guard.proxy import body as body_module
 from tests.proxy.conftest import BLOCKED, BODY, CLEAN, POLICY, Proxy, StartProxy
 from tests.proxy.detectors import Words, register
 from tests.proxy.engine import FakeEngine, running
@@ -1122,6 +1124,39 @@ async def test_what_many_prompts_have_beside_them_costs_nobody_else_time(start_p
             assert status == 400 or engine.bodies.pop().keys() == {"model", *body} - {"vllm_xargs"}, name
         watching.cancel()
     assert max(waits_s.values()) < 2, waits_s
+
+
+@both
+async def test_a_long_body_is_searched_and_written_where_nobody_waits(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """As it came, counted and redacted."""
+    done: list[tuple[str, threading.Thread]] = []
+
+    def noted(name: str) -> None:
+        of_old = getattr(body_module, name)
+
+        def work(*given: Any) -> Any:
+            if len(str(given)) > 64 * 1024:
+                done.append((name, threading.current_thread()))
+            return of_old(*given)
+
+        monkeypatch.setattr(body_module, name, work)
+
+    for name in ("may_mark_turns", "marks_turns", "_json"):
+        noted(name)
+    rules = policy("window").replace("rules:\n", PROMPT_RULE[PROMPT_RULE.index("  - {name: leak") :], 1)
+    rules = rules.replace("  - {name: leak", "rules:\n  - {name: told", 1)
+    rules = rules.replace("action: block}\n", "action: redact, redact: {messages: [user]}}\n", 1)
+    asked = {**BODY, "stream": stream, "stream_options": {"include_usage": True}} if stream else BODY
+    async with running(FakeEngine()) as engine, start_proxy(engine, rules.replace("0.3", "30")) as proxy:
+        for text in ("|< fine " * 10_000, "|< secret " * 10_000):
+            long = {"role": "assistant", "content": "|< fine " * 10_000}
+            messages = [long, {"role": "user", "content": text}]
+            assert (await proxy.post({**asked, "messages": messages}))[0] == 200
+    assert "secret" not in json.dumps(engine.bodies[-1])
+    assert {name for name, _ in done} == {"may_mark_turns", "marks_turns", "_json"}
+    assert threading.main_thread() not in {thread for _, thread in done}
 
 
 async def test_no_request_slips_through_while_policies_that_all_forbid_it_are_swapped(
