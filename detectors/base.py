@@ -110,6 +110,15 @@ class Detector(Protocol):
         ...
 
 
+@runtime_checkable
+class WeightsDetector(Detector, Protocol):
+    """A detector that multiplies states by weights, which an engine that was started with these can do for it."""
+
+    def computed(self, *, in_engine: bool) -> Detector:
+        """The same detector; with ``in_engine`` its plan has probes in place of hidden states."""
+        ...
+
+
 SpanTokens = Mapping[str, tuple[tuple[int, int], ...]]
 """A detector's spans -> token ranges [start, end) of the prompt."""
 
@@ -220,7 +229,8 @@ class TextDetector(Protocol):
         """Score of one text: messages of the prompt, or so much of an answer as there is, its words, its reasoning and
         each tool call's arguments apart. A text that can be read in other ways than it is spelt, with letters of other
         scripts or nothing between them, is scored once for each way, and the worst counts: write patterns in plain
-        letters. Raises for nothing that a text may hold."""
+        letters. Raises for nothing that a text may hold. A class with ``isolated = True`` is read in a process of its
+        own (``detectors.isolated``)."""
         ...
 
 

@@ -6,12 +6,12 @@ aperture's (``guard.mia.probes``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from safetensors.numpy import save
 
-from detectors.base import AnyDetector, CapturePlan, Detector, EngineProbe, SecondPassDetector
+from detectors.base import AnyDetector, CapturePlan, Detector, EngineProbe, SecondPassDetector, WeightsDetector
 from guard.whole_file import write_whole
 
 
@@ -22,9 +22,21 @@ def plan_of(detector: AnyDetector) -> CapturePlan:
     return detector.plan() if isinstance(detector, Detector) else CapturePlan()
 
 
+def computed_by(detector: AnyDetector, probes: Collection[str]) -> AnyDetector:
+    """The detector whose weights an engine applies that was started with ``probes``, by name, where these are all of
+    them; otherwise states leave the engine."""
+    if not isinstance(detector, WeightsDetector):
+        return detector
+    there = detector.computed(in_engine=True)
+    return (
+        there if all(one.name in probes for one in there.plan().probes.values()) else detector.computed(in_engine=False)
+    )
+
+
 def engine_probes(detectors: Iterable[AnyDetector]) -> dict[str, EngineProbe]:
-    """Every probe once, by name."""
-    return {probe.name: probe for detector in detectors for probe in plan_of(detector).probes.values()}
+    """Every probe that an engine could compute for these, once, by name."""
+    able = (one.computed(in_engine=True) if isinstance(one, WeightsDetector) else one for one in detectors)
+    return {probe.name: probe for one in able for probe in plan_of(one).probes.values()}
 
 
 def write_probes(probes: Iterable[EngineProbe], folder: Path) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,8 +64,6 @@ class Params(Section):
     ``node_indices`` [nodes] int64, ``node_baselines`` [nodes] float32."""
     weights_sha256: str
     """Of that file."""
-    computed_in: Literal["guard", "engine"] = "guard"
-    """As a probe's: ``engine`` sends 1 + nodes numbers for each token instead of the state."""
 
 
 class HNodeConfig(ModelConfig):
@@ -114,7 +113,6 @@ class HNode:
             weight[:, None],
             bias,
             "generated" if params.read == "answer" else "last_prompt",
-            params.computed_in == "engine",
         )
 
     @classmethod
@@ -130,6 +128,11 @@ class HNode:
 
     def plan(self) -> CapturePlan:
         return self.reader.plan()
+
+    def computed(self, *, in_engine: bool) -> HNode:
+        other = copy(self)
+        other.reader = replace(self.reader, in_engine=in_engine)
+        return other
 
     def token_plan(self, tokens: TokenRanges) -> CapturePlan:
         return self.reader.at(tokens).plan()

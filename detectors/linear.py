@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +40,6 @@ class LinearParams(Section):
     """Name of a file in this file's folder: ``weight`` [layers x hidden_size] and ``bias`` [1], float32."""
     weights_sha256: str
     """Of that file, so that the thresholds here are never used with other weights."""
-    computed_in: Literal["guard", "engine"] = "guard"
-    """Who multiplies. ``guard``: the states leave the engine, and any engine with taps at the layers will do.
-    ``engine``: a number for each token leaves it; the engine must have been started with these weights."""
 
 
 _Rows = tuple[FloatArray, tuple[int, ...], tuple[int, ...]]
@@ -64,16 +61,17 @@ class LinearReader:
     """One readout at ``positions``. weight: ``[outputs, layers, hidden_size]`` float32, bias: ``[outputs]``.
 
     ``name`` begins the names of its captures. ``average``: of states that leave the engine, their mean alone does: the
-    mean of the logits is the logit of the mean state.
+    mean of the logits is the logit of the mean state. ``in_engine``: the engine, which was started with the weights,
+    multiplies; any engine with taps at the layers will do otherwise.
     """
 
     layers: tuple[int, ...]
     weight: FloatArray
     bias: FloatArray
     positions: Positions
-    in_engine: bool
     name: str = "layer"
     average: bool = False
+    in_engine: bool = False
 
     @cached_property
     def _columns(self) -> tuple[Logits, ...]:

@@ -10,6 +10,8 @@ beside the JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +57,6 @@ class Probe:
             np.asarray(weight, np.float32).reshape(1, len(params.layers), params.hidden_size),
             np.array([bias], np.float32),
             positions,
-            params.computed_in == "engine",
             average=params.pooling == "mean",
         )
 
@@ -67,6 +68,12 @@ class Probe:
 
     def plan(self) -> CapturePlan:
         return self.reader.plan(DEFAULT_SPANS if self.pooled else None)
+
+    def computed(self, *, in_engine: bool) -> Probe:
+        other = copy(self)
+        # Of a mean one state for the whole span leaves the engine; its logits would be as many as the span has tokens.
+        other.reader = replace(self.reader, in_engine=in_engine and not self.reader.average)
+        return other
 
     def token_plan(self, tokens: TokenRanges) -> CapturePlan:
         return self.reader.at(tokens).plan()

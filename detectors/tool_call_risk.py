@@ -14,6 +14,8 @@ Weights are a probe's, with scaling, principal components and calibration folded
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -53,9 +55,8 @@ class ToolCallRisk:
         self.config = config
         self.thresholds: Mapping[str, float] = config.threshold_values()
         params = config.params
-        in_engine = params.computed_in == "engine"
-        self.prompt = LinearReader(params.layers, weight, bias, "last_prompt", in_engine, "prompt")
-        self.answer = LinearReader(params.layers, weight, bias, "generated", in_engine, "answer")
+        self.prompt = LinearReader(params.layers, weight, bias, "last_prompt", "prompt")
+        self.answer = LinearReader(params.layers, weight, bias, "generated", "answer")
 
     @classmethod
     def load(cls, path: Path) -> ToolCallRisk:
@@ -68,6 +69,12 @@ class ToolCallRisk:
             return prompt
         answer = self.answer.plan()
         return CapturePlan(hidden={**prompt.hidden, **answer.hidden}, probes={**prompt.probes, **answer.probes})
+
+    def computed(self, *, in_engine: bool) -> ToolCallRisk:
+        other = copy(self)
+        other.prompt = replace(self.prompt, in_engine=in_engine)
+        other.answer = replace(self.answer, in_engine=in_engine)
+        return other
 
     def score(self, readouts: Mapping[str, Readout]) -> Score:
         prompt = self.prompt.read(readouts)

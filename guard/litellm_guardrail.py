@@ -38,8 +38,9 @@ from guard.proxy.embeddings import embeddings_form
 from guard.proxy.errors import ApiError
 from guard.proxy.judging import AnswerJudge
 from guard.proxy.readouts import Finding, from_event, split_field
+from guard.proxy.shown_texts import AROUND
 from guard.proxy.verdict import judge, read_texts
-from guard.proxy.wire import AROUND, Form, Frame, Texts
+from guard.proxy.wire import Form, Frame, Texts
 from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
 from guard.proxy.wire_responses import responses_form

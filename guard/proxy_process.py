@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from guard.console.app import operators_app
@@ -16,9 +16,10 @@ from guard.console.contents import Contents
 from guard.console.ended import Ended
 from guard.console.peers import Seat, telling
 from guard.proxy.app import application
+from guard.proxy.loops import Hops, own_among
 from guard.proxy.services import Services
 from guard.proxy_server import Stopping, Tls, check_tls, listening_socket, serving
-from guard.settings import Settings, is_loopback
+from guard.settings import Settings, SettingsError, is_loopback
 from guard.telemetry.ledger import check_writable
 
 
@@ -53,12 +54,26 @@ def taken_ports(settings: Settings) -> Iterator[Ports]:
         yield Ports(proxy, admin)
 
 
-def checked_services(settings: Settings) -> Services:
-    """Raises whatever the start must be refused for."""
+def checked_services(settings: Settings, hops: Hops | None = None) -> Services:
+    """``hops``: as for ``Services``. Raises whatever the start must be refused for."""
     check_writable(settings.ledger)
     if (tls := _tls(settings)) is not None:
         check_tls(tls)
-    return Services(settings)
+    services = Services(settings, hops)
+    _check_asks_others(settings.upstream, "upstream (GUARD_UPSTREAM)", settings)
+    _check_asks_others(
+        services.providers.bases, f"providers (GUARD_PROVIDERS): {settings.providers}: api_base", settings
+    )
+    return services
+
+
+def _check_asks_others(urls: Iterable[str], named: str, settings: Settings) -> None:
+    """Raises ``SettingsError`` for an address that is this proxy's own."""
+    if url := own_among(urls, settings.host, settings.port):
+        raise SettingsError(
+            f"{named}: {url} is where this proxy itself listens ({settings.host}, port {settings.port}): it would ask "
+            "itself without end; give the model server's address, or this proxy another --port"
+        )
 
 
 def start_remarks(services: Services) -> list[str]:

@@ -76,7 +76,8 @@ the ones that it was made on.
 Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no policy sees. With API keys configured, all
 but the last three rows want `Authorization: Bearer KEY`, or `x-api-key: KEY`.
 
-Of a client's headers vLLM gets `traceparent` and `tracestate`; of vLLM's a client gets `content-type`, `retry-after`
+Of a client's headers vLLM gets `traceparent` and `tracestate`, and of `via` the entries of guards, to which each adds
+its own, `1.1 mia-guard-` and 16 digits. Of vLLM's a client gets `content-type`, `retry-after`
 and `retry-after-ms`. No others pass, in either direction.
 
 `/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `policy` and
@@ -100,11 +101,17 @@ When an answer's tokens leave is the policy's `streaming` ([reference](policy-re
 A block before the first byte is a status, 400. Later the stream ends with `finish_reason: content_filter` for every
 choice, the usage if it was asked for, and `[DONE]`; in `/v1/responses` with what ends the open item, and
 `response.incomplete` with the items as far as they were said, no unfinished call, and the reason `content_filter`; in
-`/v1/messages` with `stop_reason: refusal`. Its usage counts what was released: chunks, or tokens where logprobs show
-them; vLLM is asked to tell `prompt_tokens` from the first chunk on where nothing is read inside the model. It is 0 in
-`/v1/responses` then, and where another server has not said it by that time. A
-token that was withheld is nowhere in the answer, and neither are its logprobs, its part of a tool call or its part of
-the usage. A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
+`/v1/messages` with `stop_reason: refusal`. A token that was withheld is nowhere in the answer, and neither are its
+logprobs, its part of a tool call or its part of the usage.
+
+The usage of an answer that the guard ends, whole or streamed, has of the answer what was released: chunks, or tokens
+where logprobs show them; nothing of a refusal. Its prompt's tokens are those that the readouts tell, or the model
+server by that time; 0 where a rule on text ended it before anybody was asked. vLLM is asked to tell them from the first
+chunk on where nothing is read inside the model and the client wants a usage; `/v1/responses` has them at the end alone.
+Where nobody told them there is no usage: chats and completions leave it out, as they do when a stream breaks off,
+`/v1/responses` has `usage: null`, and in `/v1/messages` it has no `input_tokens`, which are 0 only in a whole message.
+
+A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
 every string: words, reasoning, refusals, names and arguments of tool calls, code, queries, transcripts, stop words,
 annotations, and those of fields that the guard does not know. No texts are kinds in one word (`type`),
 reasons to end that are known (`finish_reason`), ids that a server made up, bytes in base64, and what names the answer

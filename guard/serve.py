@@ -175,7 +175,8 @@ def engine_config_for(
     reranker: RerankerConfig | None = None,
 ) -> EngineConfig:
     """Taps for what the policies' detectors read and their rules steer, for the ``reranker``, and for nothing else.
-    ``probes_folder``: where ``probes_for`` are written. Raises ``StartError``."""
+    ``probes_folder``: where ``probes_for`` are written; the states that they multiply have taps too, for a policy that
+    has other weights by then. Raises ``StartError``."""
     for policy in policies:
         if gates := {probe.probe for steering in policy.steerings.values() for probe in steering.probes.values()}:
             raise StartError(
@@ -217,7 +218,7 @@ def engine_config_of(model: str, policy: Path, probes: Path, rerank: bool = Fals
 
 
 def probes_for(policies: Sequence[BoundPolicy]) -> dict[str, EngineProbe]:
-    """What the policies' detectors want the engine to compute, by name."""
+    """What the engine can compute for the policies' detectors, by name."""
     return engine_probes(detector for policy in policies for detector in policy.detectors.values())
 
 

@@ -24,6 +24,7 @@ from guard.console.peers import Seat
 from guard.metrics_folder import metrics_folder
 from guard.policy import PolicyError
 from guard.proxy.keys import KeysError
+from guard.proxy.loops import Hops
 from guard.proxy.services import Services
 from guard.proxy_process import Ports, checked_services, proxy_running
 from guard.proxy_server import StartError
@@ -197,7 +198,7 @@ def _work(settings: Settings, ports: Ports, link: Connection, seat: Seat) -> Non
         told = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, told.set)
-        async with proxy_running(checked_services(settings), ports, seat) as server:
+        async with proxy_running(checked_services(settings, Hops(seat.hop)), ports, seat) as server:
             link.send_bytes(READY)
             # Nothing is ever sent: it is readable when the parent has closed its end, or is gone.
             ends = [asyncio.create_task(one) for one in (told.wait(), _readable(link.fileno()))]

@@ -53,11 +53,60 @@ def test_lint_checks_files_of_every_kind_and_folders_as_a_whole(policy: Path) ->
     (folder / "p.tests.yaml").write_text("version: 1\ntests: [{name: x, expect: flag}]\n")
     done = guard("lint", *sorted(folder.glob("*.yaml")), folder)
     assert done.exit_code == 0, done.output
-    assert [text.split(": ")[1].split(" (")[0] for text in done.output.splitlines()] == ["ok"] * 7
+    told = [text.split(": ")[1].split(" (")[0] for text in done.output.splitlines()]
+    # Of two detectors of a kind of which nothing is there, in the policy by itself and in the folder.
+    assert (told.count("ok"), told.count("note"), len(told)) == (7, 4, 12)
     (folder / "selection.yaml").write_text("version: 1\ndefault: q\n")
     done = guard("lint", folder)
     assert done.exit_code == 1
     assert "no policy is called 'q'; there are: p" in done.output
+
+
+def test_lint_without_a_model_checks_the_files_that_a_policy_names_and_says_what_it_left_out(tmp_path: Path) -> None:
+    configs, path = data_folder("model_configs"), tmp_path / "p.yaml"
+    (tmp_path / "configs").symlink_to(configs)
+    (tmp_path / "words.json").write_text("[1, 2]")
+
+    def lint(use: str, at_least: str = "0.5", more: str = "action: block") -> tuple[int, str]:
+        rule = f"{{name: r, when: {{detector: a, at_least: {at_least}}}, {more}}}"
+        path.write_text(f"version: 1\nname: p\ndetectors:\n  a: {use}\nrules: [{rule}]\n")
+        done = guard("lint", path)
+        return done.exit_code, done.output
+
+    named = "{kind: probe, config: configs/probe/SmolLM2-135M-Instruct.json}"
+    for use, at_least, said in (
+        ("{kind: probe, config: gone.json}", "0.5", "gone.json: No such file or directory"),
+        ("{kind: probe, config: words.json}", "0.5", "p.yaml:4: detectors.a.config: "),
+        (named.replace("kind: probe", "kind: h_node"), "0.5", "p.yaml:4: detectors.a.config: "),
+        (named, "fpr_7pct", "has no threshold 'fpr_7pct'"),
+        (named.replace("}", ", spans: {data: [user]}}"), "0.5", "p.yaml:4: detectors.a.spans: "),
+        ("{kind: text_baseline, config: SmolLM2-135M-Instruct}", "fpr_7pct", "has no threshold 'fpr_7pct'"),
+    ):
+        code, output = lint(use, at_least)
+        assert (code, said in output) == (1, True), output
+    rest = "not checked without --model: "
+    for use, at_least, more, left in (
+        (named, "fpr_1pct", "action: block", "layers, heads and width of what is read inside"),
+        ("{kind: probe}", "fpr_7pct", "action: block", "files of probe, with their named thresholds and spans"),
+        ("{kind: text_baseline, config: SmolLM2-135M-Instruct}", "fpr_1pct", "action: block", ""),
+        ("{kind: text_baseline, config: SmolLM2-135M-Instruct}", "fpr_1pct",
+         "action: steer, steer: [{vector: x, layer: 1, coefficient: 1}]", "steering vectors"),
+    ):  # fmt: skip
+        code, output = lint(use, at_least, more)
+        assert code == 0, output
+        assert output.splitlines()[1:] == ([rest + left] if left else [])
+    for use, said in (
+        (
+            "{kind: text_baseline, config: NoSuchModel}",
+            f"note: detector a: {configs / 'text_baseline' / 'NoSuchModel.json'} is not there",
+        ),
+        ("{kind: fake}", "note: detector a: no model has a file of fake in"),
+    ):
+        code, output = lint(use)
+        assert (code, said in output) == (0, True), output
+    code, output = lint("{kind: text_baseline, config: gone.json, optional: true}")
+    assert (code, f"{tmp_path / 'gone.json'} is not there" in output) == (0, True), output
+    assert rest not in guard("lint", path, "--model", "SmolLM2-135M-Instruct").output
 
 
 def test_lint_counts_the_inputs_of_a_combination_as_used(policy: Path) -> None:

@@ -178,11 +178,12 @@ def test_the_engine_gets_the_probes_that_detectors_want_it_to_compute(tmp_path: 
 def test_what_a_vllm_of_ones_own_needs_is_printed_and_its_probes_written(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     weight = {"weight": np.ones(4, np.float32), "bias": np.zeros(1, np.float32)}
-    file = write_detector(tmp_path, "probe", weight, layers=[2], hidden_size=4, computed_in="engine")
+    file = write_detector(tmp_path, "probe", weight, layers=[2], hidden_size=4)
     policy = f"{{version: 1, name: test, detectors: {{a: {{kind: probe, config: {file.name}}}}}}}"
     (tmp_path / "policy.yaml").write_text(policy)
     printed = json.loads(engine_config_of(str(tmp_path / "model"), tmp_path / "policy.yaml", tmp_path / "probes"))
     config = EngineConfig.model_validate(printed["mia"])
+    assert config.hidden_layers == (2,), "a guard with other weights reads the states"
     (name,) = config.probes
     assert config.probes[name] == 2
     assert config.probe_folder == (tmp_path / "probes").resolve()

@@ -5,6 +5,7 @@
     python -m bench.proxy.report bench/results/FILE.json ...  # the tables of docs/benchmarks.md
 
 ``--litellm`` is a command of an environment of its own. A round asks every variant in random order, a case at a time.
+The engine has the policy's probes, as guard serve starts it; with --states it has none, and hidden states leave it.
 The proxy under test has a processor for itself, the stub engine and the client share another; where other programs use
 these processors too, what the proxy waited for them is measured and said.
 """
@@ -32,6 +33,8 @@ from bench.about import commit
 from bench.children import ROOT
 from bench.proxy.load_client import Plan
 from bench.proxy.variants import OTHER_CPU, PROXY_CPU, Server, Used, guard, litellm, pinned, stub
+from guard.models import DEFAULT_MODEL
+from guard.serve import engine_config_of
 
 PACKAGES = ("mia-guard", "aiohttp", "uvicorn", "uvloop", "httptools", "starlette", "pydantic", "numpy")
 POLICY = ROOT / "policies" / "default.yaml"
@@ -67,6 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of one case of one variant in one round")
     parser.add_argument("--tokens-per-s", type=float, default=20_000, help="of the stub engine, all streams together")
+    parser.add_argument("--states", action="store_true", help="the engine has no probes, so hidden states leave it")
     parser.add_argument("--soak-s", type=float, default=0.0, help="how long 1,000 streams are kept up; 0: not")
     parser.add_argument("--soak-tokens-per-s", type=float, default=5_000, help="of the stub engine meanwhile")
     parser.add_argument("--seed", type=int, default=0)
@@ -166,6 +170,12 @@ def soak(options: argparse.Namespace, server: Server) -> dict[str, Any]:
     return {**summary(observed, before, server.used(), wall_s), "seconds": options.soak_s, "memory": samples}
 
 
+def taps(folder: Path, states: bool) -> str:
+    """In JSON those that ``guard serve`` starts an engine with for the policy; with ``states`` without its probes."""
+    mia = json.loads(engine_config_of(DEFAULT_MODEL, POLICY, folder / "probes"))["mia"]
+    return json.dumps({name: value for name, value in mia.items() if not (states and name == "probes")})
+
+
 def about(options: argparse.Namespace) -> dict[str, Any]:
     processor = next(
         (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
@@ -198,7 +208,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if options.cases:
-            engine = stack.enter_context(stub(folder, options.tokens_per_s))
+            engine = stack.enter_context(stub(folder, options.tokens_per_s, taps(folder, options.states)))
             servers = [engine, stack.enter_context(guard(folder, engine, POLICY))]
             if options.litellm:
                 servers.append(stack.enter_context(litellm(folder, engine, options.litellm)))
@@ -206,7 +216,7 @@ def main() -> None:
         if options.soak_s:
             apart = folder / "soak"
             apart.mkdir()
-            slow = stack.enter_context(stub(apart, options.soak_tokens_per_s))
+            slow = stack.enter_context(stub(apart, options.soak_tokens_per_s, taps(apart, options.states)))
             result["soak"] = soak(options, stack.enter_context(guard(apart, slow, POLICY)))
     kind = "proxy-load" if options.cases else "proxy-soak"
     out = options.out or ROOT / "bench" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-{kind}.json"

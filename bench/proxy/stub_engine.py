@@ -1,6 +1,6 @@
 """An engine without a model: answers chat requests in vLLM's wire forms, readouts included, as a whole or as a stream.
 
-    python -m bench.proxy.stub_engine PORT [--tokens-per-s 20000]
+    python -m bench.proxy.stub_engine PORT [--tokens-per-s 20000] [--taps JSON]
 
 Owns its HTTP, as little of it as the proxies under test speak, so that it costs a few microseconds a token. Like an
 engine that batches, it makes one token for every stream in each step; steps come as often as ``--tokens-per-s`` for all
@@ -38,6 +38,8 @@ HEAD = b"HTTP/1.1 200 OK\r\ndate: Mon, 30 Nov 2026 00:00:00 GMT\r\nserver: uvico
 STREAM_HEAD = HEAD + b"text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 EARLY_HEAD = HEAD + b"application/x-ndjson\r\nx-mia-early: 1\r\ntransfer-encoding: chunked\r\n\r\n"
 ENVELOPE = b'{"readouts": [], "status": 200, "headers": {"content-type": "application/json"}}\n'
+MODELS = b'{"object":"list","data":[{"id":"stub","object":"model"}]}'
+CAPABILITIES = b"/v1/mia/capabilities"
 LAST_CHUNK = b"0\r\n\r\n"
 MIN_STEP_S = 0.001
 
@@ -108,8 +110,9 @@ def event_of(asked: str) -> bytes:
 class Engine:
     """All streams of the process, one token each in every step."""
 
-    def __init__(self, tokens_per_s: float) -> None:
+    def __init__(self, tokens_per_s: float, taps: str) -> None:
         self.tokens_per_s = tokens_per_s
+        self.capabilities = b'{"object":"mia.capabilities","taps":' + taps.encode() + b"}"
         self.left: dict[Connection, int] = {}
         self._awake = asyncio.Event()
 
@@ -167,7 +170,7 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if not body:
-            text = b'{"object":"list","data":[{"id":"stub","object":"model"}]}'
+            text = self._engine.capabilities if CAPABILITIES in head else MODELS
             return self.write(HEAD + b"application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text))
         fields = json.loads(body)
         tokens = int(fields["max_tokens"])
@@ -189,8 +192,9 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("port", type=int)
     parser.add_argument("--tokens-per-s", type=float, default=20_000)
+    parser.add_argument("--taps", default="null", help="JSON of the taps that it says it has")
     options = parser.parse_args()
-    engine = Engine(options.tokens_per_s)
+    engine = Engine(options.tokens_per_s, options.taps)
     loop = asyncio.get_running_loop()
     await loop.create_server(lambda: Connection(engine), "127.0.0.1", options.port, backlog=4096)
     print("ready", flush=True)

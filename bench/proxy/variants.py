@@ -113,9 +113,11 @@ def _wait(process: subprocess.Popen[bytes], port: int, log_file: Path) -> None:
 
 
 @contextmanager
-def stub(folder: Path, tokens_per_s: float) -> Iterator[Server]:
+def stub(folder: Path, tokens_per_s: float, taps: str) -> Iterator[Server]:
+    """``taps``: in JSON, what it says that it has; a guard has an engine multiply that has a detector's probes."""
     port = free_port()
     command = [sys.executable, "-m", "bench.proxy.stub_engine", str(port), "--tokens-per-s", str(tokens_per_s)]
+    command += ["--taps", taps]
     with started("direct", command, port, "none", OTHER_CPU, folder) as server:
         yield server
 

@@ -87,7 +87,7 @@ class AsRead:
             own.answer_tokens,
         )
         self._prefix = f"{kind}."
-        self._detector = _computed_here(detector)
+        self._detector = detector
         self._wanted = wanted
         self._kept = Kept(json.dumps([1, SCORE, model_key, kind, self._detector.config.fingerprint]), [SCORE], folder)
 
@@ -114,12 +114,3 @@ class AsRead:
         if isinstance(self._detector, AttentionTracker):
             return self._detector.score_spans(own, readouts.span_tokens)
         return self._detector.score(own)
-
-
-def _computed_here(detector: Probe | AttentionTracker) -> Probe | AttentionTracker:
-    if isinstance(detector, AttentionTracker) or detector.config.params.computed_in == "guard":
-        return detector
-    params = detector.config.params.model_copy(update={"computed_in": "guard"})
-    return Probe(
-        detector.config.model_copy(update={"params": params}), detector.weight.astype(np.float32), detector.bias
-    )

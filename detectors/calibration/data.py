@@ -138,13 +138,26 @@ def knows_tool_role(tokenizer: Any) -> bool:
     return "what-the-tool-says" in text
 
 
-def check_lengths(rows: Sequence[Row], tokenizer: Any, most_tokens: int) -> None:
-    """Raise ``DataError`` for the first row that the engine would refuse."""
+def short_enough(
+    rows: Sequence[Row], tokenizer: Any, most_tokens: int, say: Callable[[str], None] = lambda _: None
+) -> list[Row]:
+    """Those that the engine takes. Rows of named sets that are too long for the model are left out, and said.
+
+    Raises ``DataError`` for the first row of the user's own that is too long, and for any that the template refuses.
+    """
+    found, too_long = [], 0
     for row in rows:
         try:
             rendered = tokenizer.apply_chat_template(list(row.messages), add_generation_prompt=True)
         except Exception as error:  # templates raise what they like
             raise DataError(f"{row.named}: messages: the model's template refuses them: {error}") from None
         tokens = len(rendered["input_ids"])
-        if tokens >= most_tokens:
+        if tokens < most_tokens:
+            found.append(row)
+        elif row.origin:
             raise DataError(f"{row.named}: has {tokens} tokens, at most {most_tokens - 1} can be read")
+        else:
+            too_long += 1
+    if too_long:
+        say(f"{too_long} rows of named sets have more than {most_tokens - 1} tokens and are left out")
+    return found

@@ -25,6 +25,8 @@ from detectors.calibration.token_states import TokenStates
 from guard.mia.results import AttentionReadout, FloatArray, Readouts
 from guard.mia.spec import MAX_CAPTURES, MiaSpec
 
+MAX_MODEL_LEN = 4096
+"""Tokens of a conversation at most, however many a model takes: memory is reserved for them."""
 WINDOW_TOKENS = 32
 WINDOW_LAYERS = 6
 """At how many evenly spaced layers every token of the data is read, and the last token at all of them."""
@@ -92,6 +94,13 @@ def model_shape(model: Path) -> ModelShape:
     raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config = raw.get("text_config", raw)
     return ModelShape(config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"])
+
+
+def most_tokens(model: Path) -> int:
+    """Of a conversation and its answer that an engine of our own reads: no more than the model's ``config.json`` says
+    that it takes."""
+    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return min(MAX_MODEL_LEN, raw.get("text_config", raw).get("max_position_embeddings") or MAX_MODEL_LEN)
 
 
 def full_plan(shape: ModelShape) -> Plan:

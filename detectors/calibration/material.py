@@ -14,7 +14,7 @@ from typing import Any
 
 from detectors.calibration.as_read import AsRead, captures_of, lacking_taps, reads_beyond
 from detectors.calibration.captures import Extra
-from detectors.calibration.data import Use, check_lengths, knows_tool_role, load_rows, template_of
+from detectors.calibration.data import Use, knows_tool_role, load_rows, short_enough, template_of
 from detectors.calibration.demands import lacking, readable, told
 from detectors.calibration.feature_store import FeatureStore, Plan
 from detectors.calibration.features import (
@@ -23,11 +23,12 @@ from detectors.calibration.features import (
     evenly_spaced,
     full_plan,
     model_shape,
+    most_tokens,
     read_features,
     unread,
 )
 from detectors.calibration.positions import position_rows
-from detectors.calibration.readers import MAX_MODEL_LEN, Served, http_reader, offline_reader, served_engine
+from detectors.calibration.readers import Served, http_reader, offline_reader, served_engine
 from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
 from detectors.calibration.token_states import TOKEN_LAYERS, TokenStore
@@ -80,7 +81,7 @@ def gather(
     check_demands(request.kinds, rows, say)
     if request.with_positions:
         rows += position_rows(request.seed, tool_role)
-    check_lengths(rows, tokenizer, MAX_MODEL_LEN)
+    rows = short_enough(rows, tokenizer, most_tokens(request.model), say)
     if request.kinds == TEXT_ALONE and not request.detectors:
         return Material(rows, unread(len(rows)))
     total(len(rows))

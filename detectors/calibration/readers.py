@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from detectors.calibration.captures import Extra
 from detectors.calibration.feature_store import FeatureError, Plan
-from detectors.calibration.features import WINDOW_LAYERS, WINDOW_TOKENS, ModelShape, evenly_spaced
+from detectors.calibration.features import (
+    MAX_MODEL_LEN,
+    WINDOW_LAYERS,
+    WINDOW_TOKENS,
+    ModelShape,
+    evenly_spaced,
+    most_tokens,
+)
 from guard.mia.client import MiaClient
 from guard.mia.engine_config import EngineConfig
 from guard.mia.results import Readout, Readouts
@@ -26,11 +33,15 @@ from guard.mia.spec import MiaSpec
 if TYPE_CHECKING:
     import openai
 
-MAX_MODEL_LEN = 4096
 ROWS_PER_STEP = 8192
 """Rows of the residual stream that one step may copy: a whole step's tokens, as all of the data is read."""
 HOST_BYTES = 2 << 30
 HTTP_CONNECTIONS = 8
+
+DIED = (
+    "the engine died, most often since the machine has too little memory for it (its own words are above); what it had "
+    "read is kept, and the same command goes on from there"
+)
 
 ANSWER_LIMIT = "max_answer_bytes"
 """The engine's setting, by which a readout's reason is known."""
@@ -55,7 +66,9 @@ class OfflineReader:
 
 @contextmanager
 def offline_reader(model: Path, plan: Plan, extras: Sequence[Extra] = ()) -> Iterator[OfflineReader]:
-    """A reader with an engine of its own, which ends with it."""
+    """A reader with an engine of its own, which ends with it. Raises ``FeatureError`` when the engine dies."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     parts = [extra.captures for extra in extras]
     layers = {*plan.layers, *plan.window_layers, *(one.layer for part in parts for one in part.hidden.values())}
     heads = {*plan.heads, *(head for part in parts for one in part.attention.values() for head in one.heads)}
@@ -66,8 +79,11 @@ def offline_reader(model: Path, plan: Plan, extras: Sequence[Extra] = ()) -> Ite
         max_host_bytes=HOST_BYTES,
         max_shared_bytes=HOST_BYTES,
     )
-    with open_engine(model, config) as llm:
-        yield OfflineReader(llm)
+    try:
+        with open_engine(model, config) as llm:
+            yield OfflineReader(llm)
+    except EngineDeadError as error:
+        raise FeatureError(DIED) from error
 
 
 def of_all_stages(readouts: Sequence[Readouts]) -> Readouts:
@@ -85,7 +101,7 @@ def open_engine(model: Path, config: EngineConfig, **vllm_args: Any) -> Any:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     dtype = "auto" if torch.cuda.is_available() else "float32"
-    return MiaLLM(model, config, **{"dtype": dtype, "max_model_len": MAX_MODEL_LEN, **vllm_args})
+    return MiaLLM(model, config, **{"dtype": dtype, "max_model_len": most_tokens(model), **vllm_args})
 
 
 @dataclass(frozen=True)

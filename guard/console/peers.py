@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 from asyncio import StreamReader, StreamWriter
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from guard.console.ended import Answer, Ended, Question
+from guard.proxy.loops import named
 
 log = logging.getLogger("guard.console")
 
@@ -31,6 +33,11 @@ class Seat:
     number: int
     of: int
     folder: Path
+
+    @property
+    def hop(self) -> str:
+        """What all of them are called in ``Via``: their folder is theirs alone, and its name random."""
+        return named(hashlib.sha256(str(self.folder).encode()).hexdigest()[:16])
 
     @property
     def socket(self) -> Path:

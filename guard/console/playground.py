@@ -54,8 +54,10 @@ class Playground:
         """By name. Blocks on files the first time."""
         if self._shipped is None:
             self._shipped = dict(self._bound_shipped())
-        live = {one.name: one for one in self.services.policies.current.policies}
-        return {**live, **{name: one for name, one in self._shipped.items() if name not in live}}
+        policies = self.services.policies
+        live = {one.name: one for one in policies.current.policies}
+        shipped = {name: one.computed_by(policies.probes) for name, one in self._shipped.items() if name not in live}
+        return {**live, **shipped}
 
     def _bound_shipped(self) -> list[tuple[str, BoundPolicy]]:
         found, settings = [], self.services.settings

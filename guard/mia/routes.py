@@ -6,13 +6,14 @@ Loaded when ``VLLM_PLUGINS`` names ``mia``.
 from __future__ import annotations
 
 import asyncio
+import json
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from guard import __version__
 from guard.mia import access, vector_routes
@@ -31,15 +32,20 @@ router = APIRouter(prefix="/v1/mia")
 
 
 @router.get("/capabilities")
-async def capabilities(request: Request) -> dict[str, Any]:
+async def capabilities(request: Request) -> Response:
     """What this engine serves and has taps for, where readouts can go, and the JSON schema of a request's spec."""
-    config = configured(request.app.state.vllm_config.additional_config)
+    # Made at the start: proxies ask every few seconds, and the schema takes milliseconds.
+    return Response(request.app.state.mia_capabilities, media_type="application/json")
+
+
+def _capabilities(vllm_config: Any) -> dict[str, Any]:
+    config = configured(vllm_config.additional_config)
     folders = {"steering_folder", "probe_folder", "artifact_folder"}
     return {
         "object": "mia.capabilities",
         "mia_guard_version": __version__,
         "vllm_version": vllm_version(),
-        "model": _model(request.app.state.vllm_config.model_config),
+        "model": _model(vllm_config.model_config),
         "taps": None if config is None else config.model_dump(mode="json", exclude=folders),
         "deliver": ["answer", *(TENSOR_FILES if artifact_store(config) is not None else ())],
         "spec_schema": MiaSpec.model_json_schema(),
@@ -124,6 +130,7 @@ class MiaEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Raises ``ArtifactFolderError``, which ends the server. Routes read ``state``, which vLLM sets."""
+        state.mia_capabilities = json.dumps(_capabilities(state.vllm_config)).encode()
         store = artifact_store(configured(state.vllm_config.additional_config))
         if store is not None:
             await asyncio.to_thread(store.prepare)

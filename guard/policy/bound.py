@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from detectors.base import AnyDetector, Score, ScoreDetector
+from detectors.base import AnyDetector, Score, ScoreDetector, TextDetector
+from detectors.engine_probes import computed_by
+from detectors.isolated import IsolatedText, wants_isolation
 from detectors.model_config import ModelConfigError, fingerprint_of
 from detectors.registry import UnknownDetectorError, build_detector, detector_kinds
 from guard.mia.results import Readouts
@@ -136,6 +138,18 @@ class BoundPolicy:
         named = detectors_in(rule)
         return {*named, *(of for name in named for of in self.measurements[name].inputs.values())}
 
+    def computed_by(self, probes: Collection[str]) -> BoundPolicy:
+        """The same, whose detectors have an engine multiply that was started with ``probes``, by name, where it can."""
+        detectors = {name: computed_by(one, probes) for name, one in self.detectors.items()}
+        measurements = {
+            name: one
+            if detectors[name] is one.detector
+            else measurement(one.key, detectors[name], self.uses[name], one.inputs)
+            for name, one in self.measurements.items()
+        }
+        spec = question(measurements.values(), None).spec
+        return replace(self, detectors=detectors, measurements=measurements, spec=spec)
+
     def rule(self, name: str) -> Rule:
         return next(one.rule for one in self.rules if one.rule.name == name)
 
@@ -167,39 +181,68 @@ class BoundPolicy:
 
 def thresholds_alone(loaded: LoadedPolicy, model_configs: Path) -> dict[str, Mapping[str, float]]:
     """Of those detectors that can be built without saying which model: their file is named, or they read none."""
-    found = {}
-    for name, use in loaded.policy.detectors.items():
-        try:
-            found[name] = build_detector(use.kind, _config_path(loaded, name, "", model_configs)).thresholds
-        except (UnknownDetectorError, ModelConfigError):
-            continue  # without thresholds by name; a rule that uses one is told so
-    return found
+    # The others are without thresholds by name; a rule that uses one is told so.
+    found = {name: _alone(loaded, name, model_configs) for name in loaded.policy.detectors}
+    return {name: one.thresholds for name, one in found.items() if not isinstance(one, AbsentDetector)}
 
 
-def _config_path(loaded: LoadedPolicy, name: str, config_key: str, model_configs: Path) -> Path:
+def build_alone(loaded: LoadedPolicy, model_configs: Path) -> dict[str, AnyDetector]:
+    """Build what can be without saying which model; an ``AbsentDetector`` stands for any other. Raises ``PolicyError``
+    for a file that the policy names by its path, or that is there by its name, and cannot be used."""
+
+    def built(name: str) -> AnyDetector:
+        config, path = loaded.policy.detectors[name].config, config_path(loaded, name, "", model_configs)
+        if config is not None and (_is_path(config) or path.exists()):
+            return _built(loaded, name, path)
+        return _alone(loaded, name, model_configs)
+
+    return {name: built(name) for name in loaded.policy.detectors}
+
+
+def _alone(loaded: LoadedPolicy, name: str, model_configs: Path) -> AnyDetector:
+    kind, path = loaded.policy.detectors[name].kind, config_path(loaded, name, "", model_configs)
+    try:
+        return build_detector(kind, path)
+    except (UnknownDetectorError, ModelConfigError, OSError, ValueError):
+        # Somebody else's detector may say in its own way that there is no file.
+        return AbsentDetector(kind, path)
+
+
+def _is_path(config: str) -> bool:
+    return config.endswith((".json", ".npz"))
+
+
+def config_path(loaded: LoadedPolicy, name: str, config_key: str, model_configs: Path) -> Path:
+    """Where the file of a detector is, for the model that ``config_key`` names, if the policy names none."""
     use = loaded.policy.detectors[name]
     config = use.config or config_key
     own = loaded.file_of(("detectors", name, "config")).parent / config
-    return own if config.endswith((".json", ".npz")) else model_configs / use.kind / f"{config}.json"
+    return own if _is_path(config) else model_configs / use.kind / f"{config}.json"
 
 
 def build_detectors(loaded: LoadedPolicy, config_key: str, model_configs: Path) -> dict[str, AnyDetector]:
     """Build the policy's detectors from the calibrations of one model. Raises ``PolicyError``."""
-    built: dict[str, AnyDetector] = {}
-    for name, use in loaded.policy.detectors.items():
-        path = _config_path(loaded, name, config_key, model_configs)
-        if use.optional and use.kind in detector_kinds() and not path.exists():
-            absent = AbsentDetector(use.kind, path)
-            log.warning("policy %s: detector %s: %s", loaded.label, name, absent.reason)
-            built[name] = absent
-            continue
-        try:
-            built[name] = build_detector(use.kind, path)
-        except UnknownDetectorError as error:
-            raise loaded.error(("detectors", name, "kind"), str(error)) from None
-        except ModelConfigError as error:
-            raise loaded.error(("detectors", name, "config"), str(error)) from None
-    return built
+    names = loaded.policy.detectors
+    return {name: _built(loaded, name, config_path(loaded, name, config_key, model_configs)) for name in names}
+
+
+def _built(loaded: LoadedPolicy, name: str, path: Path) -> AnyDetector:
+    use = loaded.policy.detectors[name]
+    if use.optional and use.kind in detector_kinds() and not path.exists():
+        absent = AbsentDetector(use.kind, path)
+        log.warning("policy %s: detector %s: %s", loaded.label, name, absent.reason)
+        return absent
+    try:
+        detector = build_detector(use.kind, path)
+    except UnknownDetectorError as error:
+        raise loaded.error(("detectors", name, "kind"), str(error)) from None
+    except ModelConfigError as error:
+        raise loaded.error(("detectors", name, "config"), str(error)) from None
+    if not wants_isolation(detector):
+        return detector
+    if not isinstance(detector, TextDetector):
+        raise loaded.error(("detectors", name, "kind"), f"{use.kind} is isolated, which only detectors of text can be")
+    return IsolatedText(detector, path)
 
 
 def bind(

@@ -1,6 +1,7 @@
 """``guard policy lint``: check policies, selections and tests without an engine.
 
-With a model's calibrations at hand, thresholds, spans and steering vectors are checked too; the schema alone otherwise.
+With a model's calibrations at hand, thresholds, spans and steering vectors are checked too; otherwise of these what can
+be (``lint_alone``), and the rest is told.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from guard.policy.bound import BoundPolicy, bind, build_detectors
 from guard.policy.calibrated import calibration_remarks
 from guard.policy.cases import Cases
 from guard.policy.conditions import bounds_of
+from guard.policy.lint_alone import Alone
 from guard.policy.loading import LoadedPolicy, load_policy
 from guard.policy.model_fit import misfits
 from guard.policy.policy_set import (
@@ -41,8 +43,10 @@ def lint(
 ) -> int:
     """Check every file, and every folder as a whole, and report each; returns 1 when any cannot be used, else 0.
 
-    model: its folder, where it is on this machine; calibrations on other weights are then said. elsewhere:
-    models of other providers. keys: policies of API keys by the keys' ids, which each folder is to have.
+    config_key, model_configs: the model's files; without the first the folder is looked into for what needs no model,
+    and what is left is told at the end. model: its folder, where it is on this machine; calibrations on other weights
+    are then said. elsewhere: models of other providers. keys: policies of API keys by the keys' ids, which each folder
+    is to have.
     """
 
     def bound(loaded: LoadedPolicy) -> BoundPolicy:
@@ -52,14 +56,17 @@ def lint(
         return bind(loaded, build_detectors(loaded, config_key, model_configs), vectors)
 
     failed = False
+    alone = Alone(model_configs) if config_key is None and model_configs is not None else None
     for path in paths:
         if path.is_dir():
             # One that is wrong is told once; the whole would only tell it again.
-            sound = all([_reported(_lines(file, None, None, elsewhere), say) for file in _files(path)])
+            sound = all([_reported(_lines(file, None, None, elsewhere, alone), say) for file in _files(path)])
             sound = sound and _reported(_whole(path, bound if config_key else None, model, keys or {}), say)
         else:
-            sound = _reported(_lines(path, bound if config_key else None, model, elsewhere), say)
+            sound = _reported(_lines(path, bound if config_key else None, model, elsewhere, alone), say)
         failed |= not sound
+    if alone is not None and alone.unchecked:
+        say(f"not checked without --model: {alone.unchecked}")
     return int(failed)
 
 
@@ -108,7 +115,9 @@ def _files(folder: Path) -> list[Path]:
     ]
 
 
-def _lines(path: Path, bound: Bound | None, model: Path | None, elsewhere: Collection[str]) -> Iterator[str]:
+def _lines(
+    path: Path, bound: Bound | None, model: Path | None, elsewhere: Collection[str], alone: Alone | None
+) -> Iterator[str]:
     if path.name.endswith(TESTS_SUFFIX):
         tests = validated(read_mapping(path), Cases).tests
         yield f"{path}: ok ({len(tests)} tests; guard policy test runs them)"
@@ -119,8 +128,9 @@ def _lines(path: Path, bound: Bound | None, model: Path | None, elsewhere: Colle
         check_routes(loaded, elsewhere)
         _check_kinds(loaded)
         whole = bound(loaded) if bound is not None else None
-        calibrated = calibration_remarks(whole, model) if whole is not None else []
+        calibrated = alone.check(loaded) if alone is not None else []
         if whole is not None:
+            calibrated = calibration_remarks(whole, model)
             _check_fit(path, whole, model)
         yield f"{path}: ok ({loaded.label}, {len(loaded.policy.rules)} rules)"
         yield from (f"{path}: note: {remark}" for remark in (*remarks(loaded.policy), *calibrated))

@@ -6,8 +6,8 @@ Owns which files of a folder count, and a snapshot that does not change. A reque
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from guard.policy.bound import BoundPolicy
@@ -46,6 +46,16 @@ class PolicySet:
         """Every policy that may judge, live or as a shadow."""
         found = [one for both in self.by_pair.values() for one in (both.live, both.shadow) if one is not None]
         return tuple({one.name: one for one in found}.values())
+
+    def computed_by(self, probes: Collection[str]) -> PolicySet:
+        """The same, whose detectors have an engine multiply that was started with ``probes``, by name, where it can.
+        Raises ``TooMuchError``."""
+        bound = {one.name: one.computed_by(probes) for one in self.policies}
+        pairs = {
+            (live, shadow): judges(bound[live], bound[shadow] if shadow is not None else None)
+            for live, shadow in self.by_pair
+        }
+        return replace(self, by_pair=pairs)
 
     def choose(self, facts: RequestFacts) -> tuple[Judges, str | None]:
         """The policies for one request, and the assignment that chose them."""

@@ -59,7 +59,7 @@ in it is wrong the policies before it stay. Shipped: `default`, `strict`, `obser
 
 | command | what it does |
 | --- | --- |
-| `guard policy lint FILE...` | checks files and folders; with `--model` thresholds and vectors too |
+| `guard policy lint FILE...` | checks files and folders; with `--model` all their detectors' files and vectors |
 | `guard policy test FILE...` | runs the tables in `NAME.tests.yaml` beside `NAME.yaml` |
 | `guard policy explain FILE --request ID` | what every rule makes of a request of the ledger, and which one decides |
 | `guard policy diff FILE FILE` | what one says that the other does not |

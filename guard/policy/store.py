@@ -9,11 +9,8 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
 from pathlib import Path
 from typing import Literal
-
-from watchfiles import awatch
 
 from guard.policy.policy_set import Bind, PolicySet, load_policies
 from guard.policy.yaml_file import PolicyError
@@ -23,15 +20,12 @@ log = logging.getLogger("guard.policy")
 Reload = Literal["success", "failure", "noop"]
 """``noop``: the files say what they said before."""
 
-SETTLE_MS = 100
-"""Changes that come this close together are one."""
+LOOK_EVERY_S = 0.5
+"""How often files are looked at. Every way of replacing one is seen, a link that leads elsewhere and what network file
+systems never report too, and a look costs a few calls of ``stat``."""
 
-RECHECK_S = 0.8
-"""How often files are looked at although no change was reported: nobody reports a link to a folder that now leads
-elsewhere, network file systems report nothing, nor does anybody report what changed just before the watch began."""
-
-RETRY_S = 5.0
-"""After which a watch that failed, as of a folder that is gone, is tried again."""
+SETTLE_S, SETTLING_LOOKS = 0.1, 3
+"""Changes that come this close together are one, as long as that lasts no more looks than these."""
 
 OnReload = Callable[[Reload, PolicySet], None]
 Stamp = tuple[tuple[str, int, int, int], ...]
@@ -46,6 +40,8 @@ class PolicyStore:
         self.current: PolicySet = load_policies(path, bind_policy)
         self.error: str | None = None
         """Why the files that are there now are not what judges."""
+        self.probes: frozenset[str] = frozenset()
+        """Names of those that the engine was started with."""
         self._bind = bind_policy
         self._on_reload = on_reload
         self._reloading = threading.Lock()
@@ -56,10 +52,16 @@ class PolicyStore:
         with self._reloading:
             return self._reload()
 
+    def compute_by(self, probes: frozenset[str]) -> None:
+        """Let an engine that was started with these multiply from now on, where a detector's weights are among them.
+        The policies stay as they are."""
+        with self._reloading:
+            self.current, self.probes = self.current.computed_by(probes), probes
+
     def _reload(self) -> Reload:
         self._stamp = self._look()
         try:
-            new = load_policies(self.path, self._bind)
+            new = load_policies(self.path, self._bind).computed_by(self.probes)
         except PolicyError as error:
             self.error = str(error)
             log.error("policies not changed, version %s stays: %s", self.current.hash[:12], error)
@@ -84,43 +86,23 @@ class PolicyStore:
     async def watch(self) -> None:
         """Reload on every change, until cancelled."""
         while True:
+            await asyncio.sleep(LOOK_EVERY_S)
             try:
-                await self._watch_folders(self._folders())
+                seen = await asyncio.to_thread(self._look)
+                if seen == self._stamp:
+                    continue
+                await self._settled(seen)
+                await asyncio.to_thread(self.reload)
             except Exception:  # whatever it was, the files may change again
-                log.exception("policies cannot be watched; trying again in %g s", RETRY_S)
-                await asyncio.sleep(RETRY_S)
+                log.exception("policies cannot be looked at")
 
-    async def _watch_folders(self, folders: tuple[Path, ...]) -> None:
-        """Returns when other folders must be watched, or these anew."""
-        changes = awatch(
-            *folders,
-            watch_filter=None,
-            debounce=SETTLE_MS,
-            step=SETTLE_MS // 2,
-            rust_timeout=round(RECHECK_S * 1000),
-            yield_on_timeout=True,
-            recursive=False,
-        )
-        async with aclosing(changes):
-            async for reported in changes:
-                if reported:
-                    await asyncio.to_thread(self.reload)
-                elif await self._recheck():
-                    return
-                if self._folders() != folders:
-                    return
-
-    async def _recheck(self) -> bool:
-        changed = await asyncio.to_thread(self._look) != self._stamp
-        if changed:
-            await asyncio.to_thread(self.reload)
-        return changed
-
-    def _folders(self) -> tuple[Path, ...]:
-        """Folders and not files: a file that is replaced, as editors and Kubernetes do, is another file."""
-        own = self.path if self.path.is_dir() else self.path.parent
-        folders = [own, *(file.parent for file in self.current.files)]
-        return tuple(sorted({folder for folder in folders if folder.is_dir()}))
+    async def _settled(self, seen: Stamp) -> None:
+        """Until two looks see the same: several files may be on their way. A bounded time, as they may never rest."""
+        for _ in range(SETTLING_LOOKS):
+            await asyncio.sleep(SETTLE_S)
+            before, seen = seen, await asyncio.to_thread(self._look)
+            if seen == before:
+                return
 
     def _look(self) -> Stamp:
         """What a change of the files would change."""

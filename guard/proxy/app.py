@@ -1,6 +1,7 @@
 """The proxy as an application: its routes, and the stages that a request for an answer passes, outermost first.
 
     recording   one ledger line and one count for every request, every exception answered        recording.py
+    loops       no request that this guard has sent itself                                      loops.py
     access      API key, or loopback only; limits of key and tenant                             access.py, admission.py
     body        read within limits, parsed, refused at the edge when it cannot be guarded        body.py, wire_*.py
     upstream    asked for what the policy reads; closed the moment it is not wanted              upstream.py, answer.py
@@ -16,7 +17,7 @@ nothing else reaches vLLM past the policy.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -35,6 +36,7 @@ from guard.proxy.recording import Recorded
 from guard.proxy.relay import relay_whole
 from guard.proxy.rerank import reranking
 from guard.proxy.services import FORMS, MODELS, OTHER, Services
+from guard.proxy.upstream import NO_HEADERS
 from guard.settings import SettingsError
 
 UNREADABLE_LIST = "the model server's list of models cannot be read"
@@ -93,13 +95,13 @@ async def names_of_models(services: Services, request_id: str) -> list[str]:
 
 async def _list_of_models(services: Services, exchange: Exchange) -> Whole:
     exchange.need_method("GET")
-    return await exchange.until_client_leaves(_all_models(services, exchange.record.request_id))
+    return await exchange.until_client_leaves(_all_models(services, exchange.record.request_id, exchange.passed))
 
 
-async def _all_models(services: Services, request_id: str) -> Whole:
+async def _all_models(services: Services, request_id: str, headers: Mapping[str, str] = NO_HEADERS) -> Whole:
     others = services.providers.names
     if services.settings.upstream:
-        whole = await services.upstream.get(MODELS, request_id)
+        whole = await services.upstream.get(MODELS, request_id, headers)
     else:
         whole = Whole(200, JSON, b'{"object": "list", "data": []}')
     if whole.status != 200 or not others:

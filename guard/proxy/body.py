@@ -19,8 +19,9 @@ from guard.policy.measuring import Part, Unplaced
 from guard.policy.schema import Redaction
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
+from guard.proxy.shown_texts import IDS
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
-from guard.proxy.wire import IDS, Texts, is_number
+from guard.proxy.wire import Slot, Texts, is_number
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -100,6 +101,15 @@ UNGUARDED: dict[str, tuple[Any, ...]] = {
 """Fields by which a prompt would be cut, an answer would have its raw text and tokens beside what rules read, or a
 prompt would be what another request left in a cache; and the values that change nothing."""
 
+OF_ALL = UNMEASURABLE | UNGUARDED
+OF_MESSAGES = OF_ALL | {"add_special_tokens": TOKENIZING["add_special_tokens"]}
+"""Of a text, special tokens are the tokenizer's default."""
+
+INSIDE = {
+    "chat_template_kwargs": UNMEASURABLE | TOKENIZING | REPLACING,
+    "mm_processor_kwargs": TOKENIZING,
+}
+"""The same of what stands in these fields."""
 
 EACH_USAGE = "continuous_usage_stats"
 """vLLM's option of a stream to tell the usage with every part."""
@@ -112,7 +122,7 @@ class GuardedRequest(Generic[F_co]):
     form: F_co
     fields: dict[str, Any]
     counted: bool = False
-    """Whether the engine is asked to tell the usage with every part of a stream, which is then for us alone."""
+    """Whether vLLM is asked to tell the usage with every part of a stream, which is then for us alone."""
 
     @property
     def model(self) -> str:
@@ -130,8 +140,7 @@ class GuardedRequest(Generic[F_co]):
     @cached_property
     def texts(self) -> list[Part]:
         """Every text of the messages, and what else the model may be shown."""
-        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
-        return [(slot.message, slot.part, slot.text) for slot in slots]
+        return [(slot.message, slot.part, slot.text) for slot in self._shown]
 
     @cached_property
     def characters(self) -> int:
@@ -141,8 +150,12 @@ class GuardedRequest(Generic[F_co]):
     @property
     def said(self) -> list[Part]:
         """The same without ids and roles, for a model that is asked about the conversation."""
-        slots = [*self.form.slots(self.fields), *self.form.beside(self.fields)]
-        return [(slot.message, slot.part, slot.text) for slot in slots if slot.instead is None]
+        return [(slot.message, slot.part, slot.text) for slot in self._shown if slot.instead is None]
+
+    @property
+    def _shown(self) -> list[Slot]:
+        """Not kept: of a long conversation there are many."""
+        return [*self.form.slots(self.fields), *self.form.beside(self.fields)]
 
     @cached_property
     def unread(self) -> str:
@@ -166,7 +179,7 @@ class GuardedRequest(Generic[F_co]):
         options = self.fields.get("stream_options")
         if not (self.streamed and self.wants_usage and isinstance(options, dict)) or options.get(EACH_USAGE):
             return self
-        return self._saying_the_same({"stream_options": {**options, EACH_USAGE: True}}, counted=True)
+        return self._saying_the_same({}, counted=True)
 
     def routed(self, model: str) -> GuardedRequest[F_co]:
         """The same for another model."""
@@ -231,7 +244,10 @@ class GuardedRequest(Generic[F_co]):
     @cached_property
     def _written(self) -> bytes:
         """All but the field that ours is in."""
-        return _json({name: value for name, value in self.fields.items() if name != XARGS})
+        fields = {name: value for name, value in self.fields.items() if name != XARGS}
+        if self.counted:
+            fields["stream_options"] = {**fields["stream_options"], EACH_USAGE: True}
+        return _json(fields)
 
 
 def _json(value: Any) -> bytes:
@@ -274,22 +290,16 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
 def _check_guardable(fields: dict[str, Any]) -> None:
     """Detectors are calibrated on whole prompts that end where the model begins its answer. What would have them
     measure elsewhere, or not at all, is not a client's to choose; nor is what no rule would read."""
-    top = UNMEASURABLE | UNGUARDED
-    if "messages" in fields:
-        # Of a text, special tokens are the tokenizer's default.
-        top = top | {"add_special_tokens": TOKENIZING["add_special_tokens"]}
-    inside = {
-        "chat_template_kwargs": UNMEASURABLE | TOKENIZING | REPLACING,
-        "mm_processor_kwargs": TOKENIZING,
-    }
-    places: list[tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = [("", fields, top)]
-    for name, values in inside.items():
-        given = fields.get(name)
-        places.append((f"{name}.", given if isinstance(given, dict) else {}, values))
-    for prefix, found, values in places:
-        for name, harmless in values.items():
-            if name in found and found[name] not in harmless:
-                raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
+    _check_values("", fields, OF_MESSAGES if "messages" in fields else OF_ALL)
+    for name, values in INSIDE.items():
+        if isinstance(given := fields.get(name), dict):
+            _check_values(f"{name}.", given, values)
+
+
+def _check_values(prefix: str, found: dict[str, Any], harmless: dict[str, tuple[Any, ...]]) -> None:
+    for name, value in found.items():
+        if name in harmless and value not in harmless[name]:
+            raise InvalidRequestError(f"{prefix}{name} cannot be guarded with this value", prefix + name)
 
 
 def check_size(fields: dict[str, Any]) -> None:

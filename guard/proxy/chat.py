@@ -92,7 +92,7 @@ class _Asking:
 
     def _conversation(self) -> Conversation:
         request, exchange = self.request, self.exchange
-        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.context)
+        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.passed)
         said = request.said if self.judges.asking_again(self.asked) else ()
         return Conversation(said, request.roles, request.form.words, reader)
 

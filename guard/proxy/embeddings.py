@@ -9,38 +9,28 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from detectors.base import Score
-from guard.policy import BoundPolicy, Decision, Judges
+from guard.policy import Decision, Judges
 from guard.policy.judged_paths import EMBEDDINGS
-from guard.policy.judges import Scores
-from guard.policy.over_time import Seen
-from guard.policy.schema import Action, Redaction, detectors_in
-from guard.proxy.access import check_media_type
-from guard.proxy.admission import judges_for
-from guard.proxy.body import GuardedRequest, parsed
-from guard.proxy.capturing import capturing_of
+from guard.policy.schema import Redaction
+from guard.proxy.body import GuardedRequest
 from guard.proxy.chat import as_decided, redactions_of
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError, RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
-from guard.proxy.judging import joined, severity_of
 from guard.proxy.readouts import Finding
 from guard.proxy.relay import relay
-from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
-from guard.proxy.verdict import Judged, blocked, judged, note, note_scores, read_each
-from guard.proxy.wire import AROUND, AS_TOKENS, Fields, Slot, Texts, around
+from guard.proxy.shown_texts import AROUND, AS_TOKENS, around, documents_unplaced
+from guard.proxy.text_judged import STEERS, judged_by_texts
+from guard.proxy.wire import Fields, Slot, Texts
 from guard.proxy.wire_choices import PROMPT_ROLE, beside_texts, chat_form
 
 NOT_READ = Finding(None, "the model is not read while it embeds")
-STEERS: tuple[Action, ...] = ("steer", "retry")
-
-
 MAX_PROMPTS = 2048
 """Most texts or conversations of one request, as OpenAI has it for texts: each is judged by itself."""
 
@@ -190,100 +180,28 @@ embeddings_form = Texts(
     slots=_slots,
     beside=_beside,
     unread=_unread,
+    unplaced=documents_unplaced,
 )
 
 
-async def prompts_of(request: GuardedRequest[Texts], threads: TextThreads) -> list[GuardedRequest[Texts]]:
+def prompts_of(request: GuardedRequest[Texts]) -> list[GuardedRequest[Texts]]:
     """A request for each prompt of it; itself where it has one."""
     name = _prompts_in(request.fields)
     if name is None:
         return [request]
     shown = {one: request.fields[one] for one in SHOWN if one in request.fields}
-    return await threads.parse(
-        lambda: [GuardedRequest(request.form, {**shown, name: one}).worked_out() for one in request.fields[name]]
-    )
+    return [GuardedRequest(request.form, {**shown, name: one}) for one in request.fields[name]]
 
 
 async def embeddings(services: Services, exchange: Exchange) -> None:
     """Raises ``ApiError`` or ``ClientGoneError`` for every end but an answer."""
-    record, settings = exchange.record, services.settings
-    exchange.need_method("POST")
-    check_media_type(exchange.headers)
-    raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
-    began_s = record.began_s = time.perf_counter()
-    threads = services.threads.of(exchange.caller.key_hash)
-    request = await parsed(embeddings_form, raw, threads)
-    record.model = request.model
-    exchange.affinity = affinity_of(request.fields)
-    judges = judges_for(services.policies, exchange, request.model)
-    exchange.capturing = capturing_of(judges, request, record)
-    found = await judged_each(judges, await prompts_of(request, threads), NOT_READ, exchange, threads)
-    record.own_s = time.perf_counter() - began_s
-    if record.decision is not None and record.decision.action == "block":
-        raise blocked(record.decision)
-    if steers := next((one.decision for one in found if one.decision.action in STEERS), None):
+    request, judges, decisions = await judged_by_texts(services, exchange, embeddings_form, prompts_of, NOT_READ)
+    if steers := next((one for one in decisions if one.action in STEERS), None):
         raise SteeringError(f"rule {steers.rule} steers, which an embedding cannot be")
-    request = await _as_decided(request, [one.decision for one in found], judges, threads)
+    threads = services.threads.of(exchange.caller.key_hash)
+    request = await _as_decided(request, decisions, judges, threads)
     await request.written(threads)
     await exchange.until_client_leaves(_embed(services, exchange, request))
-
-
-async def judged_each(
-    judges: Judges,
-    prompts: Sequence[GuardedRequest[Texts]],
-    not_read: Finding,
-    exchange: Exchange,
-    threads: TextThreads,
-) -> list[Judged]:
-    """Each prompt by its texts alone, and what they come to together on the record. ``not_read``: why the model is not
-    read."""
-    texts = await read_each(judges, prompts, threads)
-
-    def judge() -> tuple[list[Judged], Judged]:
-        # Whatever a detector's scope, it is not the conversation that keeps it from reading.
-        found = [
-            judged(
-                judges,
-                judges.ask(one.roles, replace(one.form.unplaced(one.fields), whole=not_read.reason)),
-                not_read,
-                read,
-            )
-            for one, read in zip(prompts, texts.each, strict=True)
-        ]
-        return found, joined_of(judges, found)
-
-    texts.again = lambda: note_scores(judges, judge()[1], exchange.record)
-    exchange.afterwards.append(texts.settle)
-    # Many take a while, and nobody else is to wait for it.
-    found, together = judge() if len(prompts) == 1 else await threads.parse(judge)
-    note(judges, together, exchange.record)
-    # No gate can open.
-    exchange.record.armed = ()
-    return found
-
-
-def joined_of(judges: Judges, found: Sequence[Judged]) -> Judged:
-    """Of all prompts the worst decision, with the rules that hit in the others; of each detector the highest score, but
-    of those that the decision rests on the ones that it was made on."""
-    worst = max(found, key=lambda one: severity_of(one.decision))
-    decision = joined(worst.decision, [one.decision for one in found])
-    scores = _most(judges.live, worst.decision, worst.scores.live, [one.scores.live for one in found])
-    would, beside = None, worst.scores.shadow
-    if judges.shadow is not None:
-        by_shadow = [(one.would, one.scores.shadow) for one in found if one.would is not None]
-        worst_would, read = max(by_shadow, key=lambda one: severity_of(one[0]))
-        would = joined(worst_would, [one for one, _ in by_shadow])
-        beside = _most(judges.shadow, worst_would, read, [one for _, one in by_shadow])
-    return Judged(worst.asked, Scores(scores, beside), decision, would)
-
-
-def _most(
-    policy: BoundPolicy, decision: Decision, rests_on: Mapping[str, Score], of_all: Sequence[Mapping[str, Score]]
-) -> dict[str, Score]:
-    seen = Seen()
-    seen.add(of_all)
-    decided = () if decision.rule is None else detectors_in(policy.rule(decision.rule))
-    return {name: rests_on[name] if name in decided else one.counts for name, one in seen.whole.items()}
 
 
 async def _as_decided(

@@ -1,7 +1,7 @@
 """Everything that the proxy itself answers with an error, in the shape that OpenAI's clients read.
 
     ApiError
-    ├── InvalidRequestError       400  the body is not a chat request
+    ├── InvalidRequestError       400  the body is no request, or none that can be guarded
     │   ├── TooLargeError         413  the body is larger than the limit
     │   ├── HeadTooLargeError     431  the request line and headers are larger than the limit, or too many
     │   ├── MediaTypeError        415  the body is not declared to be JSON
@@ -21,6 +21,7 @@
     ├── RoutingError              502  vLLM does not serve the model that a rule routes to
     ├── RedactionError            502  a rule redacts documents, whose order would say nothing
     ├── UpstreamError             502  vLLM cannot be reached, or its answer broke off
+    │   ├── LoopError             508  its address leads back to the guard
     │   ├── UpstreamBusyError     503  it does not accept connections in time
     │   └── UpstreamSilentError   504  it accepted, and then said nothing
     ├── StoppedError              503  the proxy was told to stop
@@ -40,6 +41,9 @@ from typing import Any, ClassVar
 import aiohttp
 
 from guard.telemetry.record import LimitKind, LimitScope, Outcome
+
+NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
+"""For OpenAI's clients: the same request would come to the same end."""
 
 
 class ApiError(Exception):
@@ -194,7 +198,7 @@ class BlockedError(ApiError):
     type = "invalid_request_error"
     code = "content_filter"
     outcome = "blocked"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class GuardUnavailableError(ApiError):
@@ -203,28 +207,28 @@ class GuardUnavailableError(ApiError):
     status = 503
     code = "guard_unavailable"
     outcome = "guard_unavailable"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class SteeringError(ApiError):
     status = 502
     code = "steering_unavailable"
     outcome = "guard_unavailable"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class RoutingError(ApiError):
     status = 502
     code = "routing_unavailable"
     outcome = "guard_unavailable"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class RedactionError(ApiError):
     status = 502
     code = "redaction_unavailable"
     outcome = "guard_unavailable"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+    headers = NOT_AGAIN
 
 
 class StoppedError(ApiError):
@@ -238,6 +242,12 @@ class UpstreamError(ApiError):
     status = 502
     code = "upstream_unavailable"
     outcome = "upstream_unavailable"
+
+
+class LoopError(UpstreamError):
+    status = 508
+    code = "loop_detected"
+    headers = NOT_AGAIN
 
 
 class UpstreamBusyError(UpstreamError):

@@ -19,9 +19,10 @@ from guard.proxy.capturing import Capturing
 from guard.proxy.errors import ApiError, MethodError, SlowBodyError, TooLargeError
 from guard.proxy.judging import Unit
 from guard.proxy.keys import Caller
+from guard.proxy.loops import VIA
 from guard.proxy.wire import Texts
 from guard.telemetry.record import RequestRecord
-from guard.telemetry.tracing import Trace
+from guard.telemetry.tracing import CONTEXT_HEADERS, Trace
 
 T = TypeVar("T")
 JSON = {"content-type": "application/json"}
@@ -70,6 +71,7 @@ class Exchange:
     """``named_errors``: as a ``Form``'s. ``caller``: who asks, once that is ``known``.
     ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are
     chosen. ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces.
+    ``via``: the guards that it came through, and this one.
     ``sent``: what a model server was asked last, ``sent_times`` at once; None: nothing yet. ``afterwards``: what the
     record waits for and the client does not."""
 
@@ -84,6 +86,7 @@ class Exchange:
     judges: Judges | None = None
     capturing: Capturing | None = None
     trace: Trace | None = None
+    via: str = ""
     sent: GuardedRequest[Texts] | None = None
     sent_times: int = 1
     headers: Headers = field(init=False)
@@ -99,9 +102,11 @@ class Exchange:
         return self.record.status is not None
 
     @property
-    def context(self) -> Mapping[str, str]:
-        """Headers with the trace context for whoever is asked: of our span, or the client's own."""
-        return self.headers if self.trace is None else self.trace.headers
+    def passed(self) -> Mapping[str, str]:
+        """The only headers of the request that a model server gets, the key not among them: the trace context, of our
+        span or the client's own, and the guards that it came through."""
+        context = self.headers if self.trace is None else self.trace.headers
+        return {VIA: self.via, **{name: context[name] for name in CONTEXT_HEADERS if name in context}}
 
     def need_method(self, method: str) -> None:
         if self.scope["method"] != method:

@@ -17,11 +17,11 @@ from guard.proxy.body import GuardedRequest
 from guard.proxy.error_frame import EngineError, error_body, error_frame
 from guard.proxy.errors import UpstreamError
 from guard.proxy.exchange import JSON, Exchange
-from guard.proxy.judging import AnswerJudge, Unit
+from guard.proxy.judging import AnswerJudge, Ruling, Unit
 from guard.proxy.refusal import ending, refuse
 from guard.proxy.relay import broke_off, relay_whole
 from guard.proxy.shown_items import ShownItems
-from guard.proxy.usage import came, count_event, count_whole
+from guard.proxy.usage import came, count_event, count_readouts, count_whole
 from guard.proxy.verdict import blocked
 from guard.proxy.wire import DATA, Form, Frame, answer_json, compact, frames_of
 from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
@@ -146,7 +146,7 @@ class _Stream:
             if contract == "observe":
                 await self._release(self.withheld.due(self.judge.tokens, 0))
             if self.judge.judges_streams and batch:
-                ruling = await self.judge.check(self.answer.readouts(), complete=False)
+                ruling = await self._check(complete=False)
                 if ruling.decision.action == "block":
                     await self._block(ruling.decision)
                     return None
@@ -158,7 +158,7 @@ class _Stream:
         if not self.request.form.ends(end):
             raise broke_off()
         self.exchange.record.complete = True
-        ruling = await self.judge.check(self.answer.readouts(), complete=True)
+        ruling = await self._check(complete=True)
         self.exchange.record.answer = self.judge.answered(self.attempts)
         if ruling.decision.action in ("retry", "route"):
             self.exchange.withhold(self.judge.texts)
@@ -170,6 +170,11 @@ class _Stream:
         self.exchange.record.outcome = "completed"
         await self.exchange.end()
         return None
+
+    async def _check(self, *, complete: bool) -> Ruling:
+        readouts = self.answer.readouts()
+        count_readouts(self.exchange.record, readouts)
+        return await self.judge.check(readouts, complete=complete)
 
     async def _fail(self, error: EngineError) -> None:
         """The model server gave up: whatever it may send after it is no answer, and what is withheld was not judged to

@@ -104,14 +104,13 @@ class _Kept:
             choice,
             scores,
             decision,
-            None,
-            attempts,
-            None,
-            complete,
-            self.seen.times,
-            dict(self.seen.whole),
-            self.seen.end,
-            met,
+            shadow=None,
+            attempts=attempts,
+            complete=complete,
+            times=self.seen.times,
+            whole=dict(self.seen.whole),
+            end=self.seen.end,
+            met=met,
         )
 
 

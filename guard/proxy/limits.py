@@ -42,11 +42,9 @@ class Exceeded:
 
 def scopes_of(caller: Caller) -> tuple[Scope, ...]:
     """The scopes with limits that a request counts in."""
-    both = (
-        Scope(f"key:{caller.key_id}", caller.limits),
-        Scope(f"tenant:{caller.tenant}", caller.tenant_limits),
-    )
-    return tuple(scope for scope in both if scope.limits.any)
+    key = (Scope(f"key:{caller.key_id}", caller.limits),) if caller.limits.any else ()
+    tenant = (Scope(f"tenant:{caller.tenant}", caller.tenant_limits),) if caller.tenant_limits.any else ()
+    return key + tenant
 
 
 def burst_of(requests_per_s: float) -> float:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from guard.proxy.errors import ApiError
+from guard.proxy.loops import VIA
 from guard.proxy.services import Services
 from guard.telemetry.metrics import CONTENT_TYPE
 
@@ -22,8 +23,12 @@ def monitor_routes(services: Services) -> list[Route]:
     async def live(_request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
-    async def ready(_request: Request) -> JSONResponse:
-        healthy, of = await services.upstream.healthy(), len(services.upstream.replicas.all)
+    async def ready(request: Request) -> JSONResponse:
+        try:
+            via = services.hops.via(request.headers)
+        except ApiError as error:
+            return _failed(error)
+        healthy, of = await services.upstream.healthy({VIA: via}), len(services.upstream.replicas.all)
         answers = healthy > 0 or of == 0  # other providers are asked when somebody wants an answer
         policies = services.policies
         # Whoever can reach the port may ask: what is wrong with a file is for the log.
@@ -45,10 +50,14 @@ def monitor_routes(services: Services) -> list[Route]:
         try:
             services.access.check_host(request.headers)
         except ApiError as error:
-            return JSONResponse(error.to_wire(), error.status)
+            return _failed(error)
         # Tens of milliseconds where several processes share their numbers: in a thread, so that no answer waits for it.
         return Response(await asyncio.to_thread(services.metrics.exposition), media_type=CONTENT_TYPE)
 
     answers = {"/livez": live, "/readyz": ready, "/health": ready, "/metrics": metrics}
     # Some load balancers ask with HEAD, which goes with GET.
     return [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
+
+
+def _failed(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.to_wire(), error.status)

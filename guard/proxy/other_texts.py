@@ -12,7 +12,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from guard.proxy.wire import KINDS, Piece, is_number
+from guard.proxy.shown_texts import KINDS
+from guard.proxy.wire import Piece, is_number
 
 HEAD = frozenset(("id", "object", "created", "created_at", "model", "system_fingerprint", "service_tier", "provider"))
 """Of an answer as a whole: which it is. No model writes there."""

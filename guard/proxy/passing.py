@@ -8,6 +8,7 @@ from __future__ import annotations
 from guard.proxy.access import check_media_type
 from guard.proxy.errors import NotFoundError
 from guard.proxy.exchange import Exchange
+from guard.proxy.loops import VIA
 from guard.proxy.services import Services, served
 
 
@@ -27,7 +28,8 @@ async def _pass(services: Services, exchange: Exchange, method: str, path: str, 
     query = exchange.scope["query_string"].decode("latin-1")
     target = f"{path}?{query}" if query else path
     media_type = exchange.headers.get("content-type")
-    async with services.upstream.forward(method, target, body, exchange.record.request_id, media_type) as answer:
+    request_id, via = exchange.record.request_id, {VIA: exchange.via}
+    async with services.upstream.forward(method, target, body, request_id, media_type, via) as answer:
         exchange.record.outcome = "completed" if answer.status < 400 else "upstream_error"
         await exchange.start(answer.status, answer.headers)
         async for chunk in answer.chunks():

@@ -17,8 +17,10 @@ from typing import Any
 
 from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError
+from guard.proxy.loops import VIA
 from guard.proxy.provider_file import read_providers
-from guard.proxy.wire import DATA, DONE, TOOL_KINDS, compact
+from guard.proxy.shown_texts import TOOL_KINDS
+from guard.proxy.wire import DATA, DONE, compact
 from guard.settings import SettingsError
 
 UNREAD = "another provider serves this model, and nothing inside it can be read"
@@ -81,6 +83,11 @@ class Providers:
     def names(self) -> tuple[str, ...]:
         return tuple(self._models)
 
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Addresses that are not the providers' own."""
+        return tuple(one.api_base for one in self._models.values() if one.api_base)
+
     def has(self, model: str) -> bool:
         return model in self._models
 
@@ -90,10 +97,10 @@ class Providers:
         return CONVENTION_NAMES.get(name, name)
 
     @asynccontextmanager
-    async def ask(self, path: str, fields: Mapping[str, Any]) -> AsyncIterator[asyncio.Task[Answer]]:
-        """As ``Upstream.ask``, of a model that is here."""
+    async def ask(self, path: str, fields: Mapping[str, Any], via: str) -> AsyncIterator[asyncio.Task[Answer]]:
+        """As ``Upstream.ask``, of a model that is here. ``via``: the guards that the request came through."""
         reply = _Reply()
-        opening = asyncio.create_task(self._open(path, fields, reply))
+        opening = asyncio.create_task(self._open(path, fields, via, reply))
         try:
             yield opening
         finally:
@@ -101,12 +108,14 @@ class Providers:
             await asyncio.gather(opening, return_exceptions=True)
             await reply.close()
 
-    async def _open(self, path: str, fields: Mapping[str, Any], reply: _Reply) -> Answer:
+    async def _open(self, path: str, fields: Mapping[str, Any], via: str, reply: _Reply) -> Answer:
         model = self._models[fields["model"]]
         call, arguments = self._call(path), _arguments(path, fields, model.model.partition("/")[0])
         arguments |= {"model": model.model, "timeout": self._timeout_s, "max_retries": 0, "num_retries": 0}
         arguments["api_key"] = self._keys.get(model.api_key_env or "")
         arguments["api_base"] = model.api_base
+        # A provider's own address leads nowhere else.
+        arguments["extra_headers"] = {VIA: via} if model.api_base else None
         try:
             result = await call(**{name: value for name, value in arguments.items() if value is not None})
         except TimeoutError:

@@ -82,6 +82,7 @@ class Recorded:
     async def _admitted(self, exchange: Exchange) -> None:
         """Every route is for those who may ask, as often as they may."""
         services, record = self._services, exchange.record
+        exchange.via = services.hops.via(exchange.headers)
         caller = exchange.caller = services.access.check(exchange.headers)
         exchange.known = True
         record.key, record.tenant = caller.key_id, caller.tenant

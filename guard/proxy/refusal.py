@@ -27,13 +27,13 @@ def ending(
 ) -> Ending:
     """What an answer that ends here says. tokens: of the answer, as many as the client got."""
     record = exchange.record
-    choices, prompt_tokens = request.form.choices(request.fields), record.prompt_tokens or 0
     return Ending(
         record.request_id,
         request.model,
-        choices,
+        request.form.choices(request.fields),
         request.wants_usage,
-        prompt_tokens,
+        # Of a request that nobody was sent there is nothing to count.
+        0 if exchange.sent is None else record.prompt_tokens,
         tokens,
         first,
         last,

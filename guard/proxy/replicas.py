@@ -26,11 +26,13 @@ COMPARED_CHARACTERS = 4096
 
 @dataclass
 class Replica:
-    """One vLLM server. ``in_flight``: requests of this proxy process that it has."""
+    """One vLLM server. ``in_flight``: requests of this proxy process that it has. ``probes``: those that it was started
+    with; None while nobody knows."""
 
     url: str
     healthy: bool = True
     in_flight: int = 0
+    probes: frozenset[str] | None = None
 
 
 class Replicas:

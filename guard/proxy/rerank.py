@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 from guard.blank_text import mistake_in
@@ -21,12 +20,8 @@ from guard.mia.results import Readouts
 from guard.policy import Decision
 from guard.policy.judged_paths import RERANK
 from guard.policy.measuring import Unplaced
-from guard.policy.schema import Action
-from guard.proxy.access import check_media_type
-from guard.proxy.admission import judges_for
 from guard.proxy.answer import Whole
-from guard.proxy.body import GuardedRequest, parsed
-from guard.proxy.embeddings import judged_each
+from guard.proxy.body import GuardedRequest
 from guard.proxy.errors import (
     InvalidRequestError,
     RedactionError,
@@ -40,8 +35,9 @@ from guard.proxy.recording import Handler
 from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
+from guard.proxy.text_judged import STEERS, judged_by_texts
 from guard.proxy.usage import expect_nothing
-from guard.proxy.verdict import blocked, spec_refusal_of
+from guard.proxy.verdict import spec_refusal_of
 from guard.proxy.wire import Fields, Slot, Texts
 from guard.proxy.wire_choices import chat_form
 from guard.uses.parts import UnreadableError
@@ -59,7 +55,6 @@ from guard.uses.rerank import (
 
 UNREAD = Unplaced("detectors of conversations do not read a prompt of the reranker")
 NOT_READ = Finding(None, UNREAD.whole)
-STEERS: tuple[Action, ...] = ("steer", "retry")
 FIELDS = frozenset({"model", "query", "documents", "top_n", "return_documents", "user", "stream"})
 ID_SUFFIXES = ("-query", "-blank")
 """Behind the request's id, so that vLLM's log tells the two prompts apart."""
@@ -130,34 +125,23 @@ text_form = Texts(
 
 
 def _prompts_of(request: GuardedRequest[Texts]) -> list[GuardedRequest[Texts]]:
-    """The request, and each text of it as one of its own, worked out."""
+    """The request, and each text of it as one of its own."""
     texts = zip(request.roles, request.form.slots(request.fields), strict=True)
     alone = [{"model": request.model, "role": role, "text": slot.text} for role, slot in texts]
-    return [request, *(GuardedRequest(text_form, fields).worked_out() for fields in alone)]
+    return [request, *(GuardedRequest(text_form, fields) for fields in alone)]
 
 
 def reranking(config: RerankerConfig, path: str) -> Handler:
     """The handler of one path. It raises ``ApiError`` or ``ClientGoneError`` for every end but an answer."""
 
     async def handle(services: Services, exchange: Exchange) -> None:
-        record, settings = exchange.record, services.settings
-        exchange.need_method("POST")
-        check_media_type(exchange.headers)
-        raw = await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
-        began_s = time.perf_counter()
-        threads = services.threads.of(exchange.caller.key_hash)
-        request = await parsed(rerank_form, raw, threads)
-        record.model = request.model
-        if reason := services.unread(request.model):
-            raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
-        judges = judges_for(services.policies, exchange, request.model)
-        found = await judged_each(
-            judges, await threads.parse(partial(_prompts_of, request)), NOT_READ, exchange, threads
-        )
-        record.own_s = time.perf_counter() - began_s
-        if record.decision is not None and record.decision.action == "block":
-            raise blocked(record.decision)
-        for decision in (one.decision for one in found):
+        def prompts_of(request: GuardedRequest[Texts]) -> list[GuardedRequest[Texts]]:
+            if reason := services.unread(request.model):
+                raise InvalidRequestError(f"this model cannot rerank: {reason}", "model")
+            return _prompts_of(request)
+
+        request, _, decisions = await judged_by_texts(services, exchange, rerank_form, prompts_of, NOT_READ)
+        for decision in decisions:
             _check_changes_nothing(decision)
         await exchange.until_client_leaves(_rerank(services, exchange, request, config, path))
 
@@ -232,7 +216,7 @@ async def _ask(
                 chat_form.route,
                 raw,
                 exchange.record.request_id + suffix,
-                exchange.context,
+                exchange.passed,
                 early=False,
                 affinity=affinity_of({"model": model, "prompt": documents[0]}),
             )

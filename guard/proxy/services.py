@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from detectors.isolated import IsolatedText
 from detectors.model_config import ModelConfigError
 from guard.policy import BoundPolicy, LoadedPolicy, PolicySet, PolicyStore, bind, build_detectors
 from guard.policy.judged_paths import EMBEDDINGS, RERANK
@@ -25,6 +26,7 @@ from guard.proxy.client_threads import ClientThreads
 from guard.proxy.errors import ModelNotFoundError
 from guard.proxy.exchange import Exchange
 from guard.proxy.key_store import KeyStore
+from guard.proxy.loops import Hops
 from guard.proxy.providers import UNREAD, Providers
 from guard.proxy.refusals import Refusals
 from guard.proxy.upstream import Upstream
@@ -54,6 +56,9 @@ ROUTES = (*GUARDED, RERANK[0], MODELS, OTHER)
 ENGINE = "vllm"
 """``gen_ai.provider.name`` of the model server."""
 
+PROBES_EVERY_S = 5.0
+"""How often it is asked which probes the engine has: it may have been started anew."""
+
 DRAIN_LIMIT_S = 2.0
 
 KEPT_FOR_CONSOLE = 1000
@@ -64,10 +69,10 @@ KEPT_PASSED = KEPT_FAILED = 200
 
 
 class Services:
-    """Raises ``PolicyError`` when the policies cannot be used with this model's calibrations, ``KeysError`` and
-    ``SettingsError``."""
+    """``hops``: shared with other processes of the same guard. Raises ``PolicyError`` when the policies cannot be used
+    with this model's calibrations, ``KeysError`` and ``SettingsError``."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, hops: Hops | None = None) -> None:
         self.settings = settings
         self.providers = Providers(settings.providers, settings.read_timeout_s)
         self.policies = PolicyStore(settings.policy, self._bound, self._reloaded)
@@ -92,7 +97,8 @@ class Services:
         self.recent = Recent(
             *((KEPT_FOR_CONSOLE, KEPT_PASSED, KEPT_FAILED) if settings.admin_port is not None else (0, 0, 0))
         )
-        self.upstream = Upstream(settings)
+        self.hops = hops or Hops()
+        self.upstream = Upstream(settings, self.hops)
         self.reranker = reranker_of(settings)
         self.threads = ClientThreads()
         self.under_way = 0
@@ -102,10 +108,14 @@ class Services:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """From start to stop. The ledger closes last, when requests that were cut have written their entry."""
+        for one in _isolated(self.policies.current):
+            one.start()
         watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys, self.refusals)]
         try:
             with self.ledger:
                 async with self.tracing.running(), self.upstream, self.admission.running():
+                    await self._ask_for_probes()
+                    watching.append(asyncio.create_task(self._watch_probes()))
                     try:
                         yield
                         await self._drained()
@@ -114,9 +124,28 @@ class Services:
         finally:
             self.recent.close()
             self.threads.close()
+            for one in _isolated(self.policies.current):
+                one.close()
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
+
+    async def _watch_probes(self) -> None:
+        while self.settings.upstream_plugin and self.settings.upstream:
+            await asyncio.sleep(PROBES_EVERY_S)
+            await self._ask_for_probes()
+
+    async def _ask_for_probes(self) -> None:
+        """Have the engine multiply where it was started with the weights, and send states where it was not."""
+        if not self.settings.upstream_plugin:
+            return
+        probes = await self.upstream.probes()
+        if probes == self.policies.probes:
+            return
+        try:
+            await asyncio.to_thread(self.policies.compute_by, probes)
+        except Exception:  # a detector may be anybody's; as it was, everything goes on
+            log.exception("detectors are not moved to the engine's probes")
 
     def unread(self, model: str) -> str | None:
         """Why nothing can be read inside a model that somebody asks for; None where it can."""
@@ -134,15 +163,15 @@ class Services:
         if not elsewhere and not self.settings.upstream:
             raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
         exchange.record.provider = self.providers.provider_of(request.model) if elsewhere else ENGINE
+        expect(exchange.record, request, exchange.sent)
         exchange.sent = request
-        expect(exchange.record, request)
         if elsewhere:
-            return self.providers.ask(route, request.fields)
+            return self.providers.ask(route, request.fields, exchange.via)
         return self.upstream.ask(
             route,
             request.to_json(spec),
             exchange.record.request_id,
-            exchange.context,
+            exchange.passed,
             early=early,
             affinity=exchange.affinity,
         )
@@ -154,6 +183,10 @@ class Services:
     def _reloaded(self, result: Reload, policies: PolicySet) -> None:
         if result == "success":
             self._announce(policies)
+            for one in _isolated(policies):
+                one.start()
+            for one in _isolated(self.policies.current):
+                one.retire()
             self._warn_of_keys(policies)
         self.metrics.count_reload(result)
 
@@ -215,6 +248,12 @@ def _keeping(settings: Settings) -> Keeping:
         settings.ledger_keep_files,
         None if days is None else days * 86400,
     )
+
+
+def _isolated(policies: PolicySet) -> list[IsolatedText]:
+    """Detectors with processes of their own, which load before a text comes."""
+    every = (one for policy in policies.policies for one in policy.detectors.values())
+    return [one for one in every if isinstance(one, IsolatedText)]
 
 
 def _labels(policy: BoundPolicy) -> PolicyLabels:

@@ -11,15 +11,18 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from guard.proxy.answer import EARLY_HEADER, Answer, Forwarded, PlainAnswer, Whole, answer_of
-from guard.proxy.errors import UpstreamError, upstream_errors
+from guard.proxy.errors import LoopError, UpstreamError, upstream_errors
+from guard.proxy.loops import VIA, Hops
 from guard.proxy.replicas import Replica, Replicas
 from guard.settings import Settings, SettingsError
 
@@ -35,21 +38,34 @@ HEALTH_EVERY_S = 2.0
 NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 """Nothing of the request was sent, so another server may be asked without anything being done twice."""
 
-CLIENT_HEADERS = ("traceparent", "tracestate")
-"""The only headers of a client's request that vLLM gets. Its key is not among them."""
+CAPABILITIES = "/v1/mia/capabilities"
+
+NO_HEADERS: Mapping[str, str] = {}
+LEADS_BACK = "what is sent there comes back to the guard"
+
+
+class _Taps(msgspec.Struct):
+    probes: dict[str, int] = {}
+
+
+class _Capabilities(msgspec.Struct):
+    """Of what the aperture's route says, what is wanted here. ``taps``: null for an engine without any."""
+
+    taps: _Taps | None
 
 
 class Upstream:
-    """Use as a context manager around the application's life."""
+    """Use as a context manager around the application's life. ``headers`` of its methods: what of a client's request is
+    sent on."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, hops: Hops) -> None:
         self.replicas = Replicas(settings.upstream)
         self._tls = _trusting(settings.upstream_ca)
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
         )
         # Byte for byte: no compression, whose undoing would change the bytes.
-        self._headers = {"accept-encoding": "identity"}
+        self._headers = {"accept-encoding": "identity", VIA: hops.own}
         if settings.upstream_api_key is not None:
             self._headers["authorization"] = f"Bearer {settings.upstream_api_key.get_secret_value()}"
         self._session: aiohttp.ClientSession | None = None
@@ -82,15 +98,14 @@ class Upstream:
         path: str,
         body: bytes,
         request_id: str,
-        client_headers: Mapping[str, str],
+        headers: Mapping[str, str],
         *,
         early: bool,
         affinity: bytes = b"",
     ) -> AsyncIterator[asyncio.Task[Answer]]:
         """Send a request to ``path``; the task ends when the answer's head is there. Left, the connection is given back
         when the answer was read to its end, and closed otherwise. ``affinity``: equal for prompts that begin alike."""
-        headers = {name: client_headers[name] for name in CLIENT_HEADERS if name in client_headers}
-        headers |= {"content-type": "application/json", "x-request-id": request_id}
+        headers = {**headers, "content-type": "application/json", "x-request-id": request_id}
         if early:
             headers[EARLY_HEADER] = "1"
         asked = _Asked(self.replicas.in_order(affinity))
@@ -110,10 +125,16 @@ class Upstream:
 
     @asynccontextmanager
     async def forward(
-        self, method: str, target: str, body: bytes, request_id: str, media_type: str | None
+        self,
+        method: str,
+        target: str,
+        body: bytes,
+        request_id: str,
+        media_type: str | None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> AsyncIterator[Forwarded]:
         """Any request, as it is but for its headers. target: path and query."""
-        headers = {"x-request-id": request_id} | ({"content-type": media_type} if media_type else {})
+        headers = {**headers, "x-request-id": request_id} | ({"content-type": media_type} if media_type else {})
         asked = _Asked(self.replicas.in_order(b""))
         try:
             with upstream_errors():
@@ -127,54 +148,85 @@ class Upstream:
         for replica in asked.order:
             asked.turn_to(replica)
             try:
-                url = URL(f"{replica.url}{path}", encoded=True)
+                url = _url(replica.url, path)
                 asked.response = await self._client.request(method, url, allow_redirects=False, **request)
             except NOT_REACHED:
                 self._found(replica, healthy=False)
                 if replica is asked.order[-1]:
                     raise
             else:
+                if asked.response.status == LoopError.status:
+                    raise LoopError(f"{LEADS_BACK}: the address of a model server is wrong")
                 return asked.response
         raise UpstreamError("no model server is configured")
 
-    async def get(self, path: str, request_id: str) -> Whole:
+    async def get(self, path: str, request_id: str, headers: Mapping[str, str] = NO_HEADERS) -> Whole:
         """A small answer, whole."""
         asked = _Asked(self.replicas.in_order(b""))
         try:
             with upstream_errors():
-                response = await self._first_reached("GET", path, asked, headers={"x-request-id": request_id})
+                headers = {**headers, "x-request-id": request_id}
+                response = await self._first_reached("GET", path, asked, headers=headers)
                 return await PlainAnswer(response).whole()
         finally:
             asked.leave()
 
-    async def healthy(self) -> int:
+    async def healthy(self, headers: Mapping[str, str] = NO_HEADERS) -> int:
         """How many servers say within ``HEALTH_TIMEOUT_S`` that they can answer."""
-        return sum(await asyncio.gather(*(self._ask_health(one) for one in self.replicas.all)))
+        return sum(await asyncio.gather(*(self._ask_health(one, headers) for one in self.replicas.all)))
+
+    async def probes(self) -> frozenset[str]:
+        """Names of the probes that all servers were started with, of those who ever told. Raises nothing: of a server
+        that does not answer what it said before still counts."""
+        await asyncio.gather(*(self._ask_probes(one) for one in self.replicas.all))
+        told = [one.probes for one in self.replicas.all if one.probes is not None]
+        return frozenset.intersection(*told) if told else frozenset()
+
+    async def _ask_probes(self, replica: Replica) -> None:
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        try:
+            async with self._client.get(f"{replica.url}{CAPABILITIES}", timeout=timeout) as response:
+                told = await response.read()
+                has_routes = response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return
+        try:
+            taps = msgspec.json.decode(told, type=_Capabilities).taps if has_routes else None
+        except msgspec.MsgspecError:
+            taps = None
+        replica.probes = frozenset(taps.probes) if taps is not None else frozenset()
 
     async def _watch(self) -> None:
         while len(self.replicas.all) > 1:
             await self.healthy()
             await asyncio.sleep(HEALTH_EVERY_S)
 
-    async def _ask_health(self, replica: Replica) -> bool:
-        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+    async def _ask_health(self, replica: Replica, headers: Mapping[str, str]) -> bool:
+        timeout, why = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S), ""
         try:
-            async with self._client.get(f"{replica.url}/health", timeout=timeout) as response:
+            async with self._client.get(f"{replica.url}/health", timeout=timeout, headers=headers) as response:
                 healthy = response.status == 200
+                why = f": {LEADS_BACK}" if response.status == LoopError.status else ""
         except (aiohttp.ClientError, TimeoutError, OSError):
             healthy = False
-        self._found(replica, healthy=healthy)
+        self._found(replica, healthy=healthy, why=why)
         return healthy
 
-    def _found(self, replica: Replica, *, healthy: bool) -> None:
+    def _found(self, replica: Replica, *, healthy: bool, why: str = "") -> None:
         if replica.healthy != healthy:
-            log.warning("the model server %s is %s", replica.url, "healthy again" if healthy else "not healthy")
+            log.warning("the model server %s is %s%s", replica.url, "healthy again" if healthy else "not healthy", why)
         replica.healthy = healthy
 
     @property
     def _client(self) -> aiohttp.ClientSession:
         assert self._session is not None, "the application's lifespan has not begun"
         return self._session
+
+
+@lru_cache(maxsize=64)
+def _url(base: str, target: str) -> URL:
+    """``target``: path and query, as they are. Most requests go to one of a few."""
+    return URL(base + target, encoded=True)
 
 
 def _trusting(ca: Path | None) -> ssl.SSLContext | Literal[True]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from guard.mia.results import Readouts
 from guard.proxy.body import GuardedRequest
-from guard.proxy.wire import Form, Texts, media_in, whole_number
+from guard.proxy.shown_texts import media_in
+from guard.proxy.wire import Form, Texts, whole_number
 from guard.proxy.wire_choices import MAX_CHOICES
 from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
 
@@ -106,6 +108,12 @@ def count_frame(record: RequestRecord, raw: bytes) -> None:
         return
 
 
+def count_readouts(record: RequestRecord, readouts: Sequence[Readouts]) -> None:
+    """Readouts tell how long the prompt is, which some APIs say at an answer's end alone."""
+    if record.prompt_tokens is None:
+        record.prompt_tokens = next((one.prompt_tokens for one in readouts if one.prompt_tokens), None)
+
+
 def came(record: RequestRecord, raw: bytes) -> None:
     """One more frame of a stream. It has about one token, or as many as the client had the engine put into one, but no
     more than bytes."""
@@ -113,11 +121,14 @@ def came(record: RequestRecord, raw: bytes) -> None:
     record.frame_tokens += min(record.most_frame_tokens, len(raw))
 
 
-def expect(record: RequestRecord, request: GuardedRequest[Texts]) -> None:
+def expect(record: RequestRecord, request: GuardedRequest[Texts], before: GuardedRequest[Texts] | None = None) -> None:
     """A request is sent to a model server: until its answer tells more, this is what it may use. What whole answers
-    before it used, which a policy did not want, stays charged."""
+    before it used, which a policy did not want, stays charged. ``before``: what was sent last; of another prompt, or
+    for another model, its tokens say nothing."""
     if record.complete:
         record.earlier_tokens = record.tokens
+    if before is not None and before is not request:
+        record.prompt_tokens = None
     record.completion_tokens, record.complete = None, False
     record.frames, record.frame_tokens, record.seen_tokens = 0, 0, 0
     record.most_frame_tokens = max(1, whole_number(request.fields.get("stream_interval")) or 1)

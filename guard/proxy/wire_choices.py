@@ -14,21 +14,17 @@ from typing import Any
 from guard.policy.measuring import Unplaced
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, MADE_OF, other_texts
+from guard.proxy.shown_texts import AS_TOKENS, around, documents_unplaced, strings, text_slots, unread_files
 from guard.proxy.wire import (
-    AS_TOKENS,
     Ending,
     Fields,
     Form,
     Piece,
     Slot,
-    around,
     check_messages,
     event,
     prompt_pieces,
-    strings,
-    text_slots,
     token_pieces,
-    unread_files,
     whole_number,
 )
 
@@ -192,8 +188,11 @@ def _ends(frame: bytes) -> bool:
 
 
 def _usage(ending: Ending) -> Fields:
+    """Empty where it is not known."""
     prompt, completion = ending.prompt_tokens, ending.completion_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    if prompt is None:
+        return {}
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
 
 def _head(ending: Ending, chat: bool, streamed: bool) -> Fields:
@@ -218,7 +217,7 @@ def _indices(ending: Ending) -> range:
 def _refusal(chat: bool, ending: Ending, text: str) -> Fields:
     said: Fields = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     choices = [_choice(i, said, FINISH) for i in _indices(ending)]
-    return {**_head(ending, chat, False), "choices": choices, "usage": _usage(ending)}
+    return {**_head(ending, chat, False), "choices": choices, **_usage(ending)}
 
 
 def _refusal_stream(chat: bool, ending: Ending, text: str) -> bytes:
@@ -232,8 +231,8 @@ def _cut(chat: bool, ending: Ending) -> bytes:
     head = _head(ending, chat, True)
     nothing: Fields = {"delta": {}} if chat else {"text": ""}
     frames = [event({**head, "choices": [_choice(i, nothing, FINISH)]}) for i in _indices(ending)]
-    if ending.wants_usage:
-        frames.append(event({**head, "choices": [], "usage": _usage(ending)}))
+    if ending.wants_usage and (usage := _usage(ending)):
+        frames.append(event({**head, "choices": [], **usage}))
     return b"".join(frames) + DONE_FRAME
 
 
@@ -244,6 +243,7 @@ chat_form = Form(
     slots=_slots_of_messages,
     beside=lambda fields: [*beside_texts(fields), *around(fields)],
     unread=unread_files,
+    unplaced=documents_unplaced,
     choices=_number_of_choices,
     limits=("max_completion_tokens", "max_tokens"),
     words=_words,

@@ -11,23 +11,8 @@ from typing import Any
 from guard.policy.conversation import OF_USERS
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, other_texts
-from guard.proxy.wire import (
-    Ending,
-    Fields,
-    Form,
-    Piece,
-    Seen,
-    Slot,
-    around,
-    beside_of,
-    check_messages,
-    event,
-    role_slot,
-    roles_of,
-    strings,
-    text_slots,
-    unread_files,
-)
+from guard.proxy.shown_texts import around, beside_of, documents_unplaced, role_slot, strings, text_slots, unread_files
+from guard.proxy.wire import Ending, Fields, Form, Piece, Seen, Slot, as_one, check_messages, event, roles_of
 
 MESSAGES = "/v1/messages"
 SPOKEN = ("text", "thinking", "partial_json")
@@ -169,22 +154,22 @@ def _words(channel: str) -> bool:
     return channel.endswith(".text")
 
 
-def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
-    return [(0, data)]
-
-
 def _ends(frame: bytes) -> bool:
     return frame.startswith((b"event: message_stop", b"event: error"))
 
 
 def _usage(ending: Ending) -> Fields:
-    return {"input_tokens": ending.prompt_tokens, "output_tokens": ending.completion_tokens}
+    """Without what is not known of the prompt: this API always has a usage."""
+    prompt = {} if ending.prompt_tokens is None else {"input_tokens": ending.prompt_tokens}
+    return {**prompt, "output_tokens": ending.completion_tokens}
 
 
 def _message(ending: Ending, content: list[Fields], stop: str | None) -> Fields:
     return {
         "id": f"msg_{ending.request_id}", "type": "message", "role": "assistant", "model": ending.model,
-        "content": content, "stop_reason": stop, "stop_sequence": None, "usage": _usage(ending),
+        "content": content, "stop_reason": stop, "stop_sequence": None,
+        # A message itself has both numbers, whatever is known.
+        "usage": {"input_tokens": 0, **_usage(ending)},
     }  # fmt: skip
 
 
@@ -224,11 +209,12 @@ messages_form = Form(
     slots=lambda fields: [slot for one in _messages(fields) for slot in one.slots],
     beside=_beside,
     unread=unread_files,
+    unplaced=documents_unplaced,
     choices=lambda fields: 1,
     limits=("max_tokens",),
     words=_words,
     pieces=_pieces,
-    parts=_parts,
+    parts=as_one,
     ends=_ends,
     refusal=_refusal,
     refusal_stream=_refusal_stream,

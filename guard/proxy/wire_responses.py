@@ -13,23 +13,8 @@ from typing import Any
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.other_texts import HEAD, other_texts
 from guard.proxy.shown_items import ShownItems
-from guard.proxy.wire import (
-    TOKENS,
-    Ending,
-    Fields,
-    Form,
-    Piece,
-    Seen,
-    Slot,
-    around,
-    beside_of,
-    event,
-    roles_of,
-    strings,
-    text_slots,
-    token_pieces,
-    unread_files,
-)
+from guard.proxy.shown_texts import around, beside_of, documents_unplaced, strings, text_slots, unread_files
+from guard.proxy.wire import TOKENS, Ending, Fields, Form, Piece, Seen, Slot, as_one, event, roles_of, token_pieces
 
 RESPONSES = "/v1/responses"
 ELSEWHERE = ("previous_response_id", "previous_input_messages", "prompt", "conversation")
@@ -232,26 +217,29 @@ def _words(channel: str) -> bool:
     return ".output_text." in f"{channel}." or (".content." in channel and channel.endswith(".text"))
 
 
-def _parts(data: Fields) -> list[tuple[int | None, Fields]]:
-    return [(0, data)]
-
-
 def _ends(frame: bytes) -> bool:
     return frame.startswith(tuple(b"event: " + name for name in CLOSING))
 
 
 def _answer(ending: Ending, output: list[Fields]) -> Fields:
     begun = (ending.first or {}).get("response") or {}
-    prompt, completion = ending.prompt_tokens, ending.completion_tokens
     return {
         "id": f"resp_{ending.request_id}", "object": "response", "created_at": int(time.time()), "model": ending.model,
         "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "error": None, "instructions": None,
         "metadata": None, "temperature": None, "top_p": None, **begun,
         "status": "incomplete", "incomplete_details": {"reason": "content_filter"}, "output": output,
-        "usage": {
-            "input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion,
-            "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
-        },
+        "usage": _usage(ending),
+    }  # fmt: skip
+
+
+def _usage(ending: Ending) -> Fields | None:
+    """None where it is not known."""
+    prompt, completion = ending.prompt_tokens, ending.completion_tokens
+    if prompt is None:
+        return None
+    return {
+        "input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion,
+        "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
 
 
@@ -300,11 +288,12 @@ responses_form = Form(
     slots=_slots,
     beside=lambda fields: [*beside_of(_messages(fields)), *around(fields)],
     unread=unread_files,
+    unplaced=documents_unplaced,
     choices=lambda fields: 1,
     limits=("max_output_tokens",),
     words=_words,
     pieces=_pieces,
-    parts=_parts,
+    parts=as_one,
     ends=_ends,
     refusal=_refusal,
     refusal_stream=_refusal_stream,

@@ -131,7 +131,7 @@ def test_says_why_there_is_no_score_instead_of_raising(tmp_path: Path, readouts:
 
 
 def test_the_engine_sends_one_number_more_than_there_are_nodes(tmp_path: Path) -> None:
-    detector = ours(tmp_path, computed_in="engine")
+    detector = ours(tmp_path).computed(in_engine=True)
     ((name, probe),) = detector.plan().probes.items()
     assert (probe.layer, probe.positions, probe.weight.shape) == (14, "generated", (3, SIZE))
     logits = np.array([[0.0, 1.0, -5.0]], np.float32)

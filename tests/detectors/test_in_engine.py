@@ -56,20 +56,22 @@ WHERE = ("guard", "engine")
 
 def detectors(folder: Path) -> dict[str, AnyDetector]:
     made: dict[str, AnyDetector] = {}
+    linear = {"layers": LAYERS, "hidden_size": SIZE}
     for where in WHERE:
-        linear = {"layers": LAYERS, "hidden_size": SIZE, "computed_in": where}
+        in_engine = where == "engine"
         for pooling in ("last_token", "mean", "max"):
             name = f"{pooling}-{where}"
-            made[name] = build(folder / name, "probe", LINEAR, pooling=pooling, **linear)
-            made[f"h{name}"] = build(
-                folder / f"h{name}", "h_node", H_NODE,
-                layer=2, hidden_size=SIZE, nodes=3, pooling=pooling, computed_in=where,
+            probe = build(folder / name, "probe", LINEAR, pooling=pooling, **linear)
+            made[name] = probe.computed(in_engine=in_engine)
+            h_node = build(
+                folder / f"h{name}", "h_node", H_NODE, layer=2, hidden_size=SIZE, nodes=3, pooling=pooling
             )  # fmt: skip
-        made[f"risk-{where}"] = build(folder / f"risk-{where}", "tool_call_risk", LINEAR, **linear)
+            made[f"h{name}"] = h_node.computed(in_engine=in_engine)
+        risk = build(folder / f"risk-{where}", "tool_call_risk", LINEAR, **linear)
+        made[f"risk-{where}"] = risk.computed(in_engine=in_engine)
         # Which token begins a call is known when the answer is: see the test.
-        made[f"call-{where}"] = build(
-            folder / f"call-{where}", "tool_call_risk", LINEAR, at="before_call", call_token_ids=[0], **linear
-        )
+        call = build(folder / f"call-{where}", "tool_call_risk", LINEAR, at="before_call", call_token_ids=[0], **linear)
+        made[f"call-{where}"] = call.computed(in_engine=in_engine)
     heads = [[layer - 1, head] for layer, head in HEADS]
     made["focus"] = build(folder / "focus", "attention_tracker", important_heads=heads, generated_tokens=3)
     made["stretches"] = build(
@@ -150,7 +152,7 @@ def test_a_probe_pools_the_logits_that_transformers_states_give(asked: Asked, wh
 
 def test_a_mean_probe_is_the_probe_of_the_mean_state(asked: Asked) -> None:
     mean = asked.states()[asked.data].mean(axis=0)
-    assert asked.scores["mean-engine"].value == pytest.approx(logistic((mean * WEIGHT).sum() + BIAS[0]), abs=1e-5)
+    assert asked.scores["mean-guard"].value == pytest.approx(logistic((mean * WEIGHT).sum() + BIAS[0]), abs=1e-5)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -174,10 +176,10 @@ def test_tool_call_risk_is_read_at_the_token_before_the_call(asked: Asked, tmp_p
     fed = asked.answer.token_ids[:-1]
     own = {name.removeprefix(f"call-{where}."): item for name, item in asked.readouts.items.items()}
     for token in {fed[0], fed[3]}:
-        linear = {"layers": LAYERS, "hidden_size": SIZE, "computed_in": where}
-        risk = build(
-            tmp_path, "tool_call_risk", LINEAR, at="before_call", call_token_ids=[token], **linear
-        )  # the same weights, and so the same readouts
+        # The same weights, and so the same readouts.
+        linear = {"layers": LAYERS, "hidden_size": SIZE, "call_token_ids": [token]}
+        risk = build(tmp_path, "tool_call_risk", LINEAR, at="before_call", **linear)
+        risk = risk.computed(in_engine=where == "engine")
         before = [asked.prompt + i - 1 for i, one in enumerate(fed) if one == token]
         assert risk.score(own).value == pytest.approx(logistic(logits[before].max()), abs=1e-5)
 

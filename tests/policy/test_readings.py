@@ -124,6 +124,11 @@ def test_every_letter_in_a_circle_a_square_or_brackets_is_the_letter() -> None:
     assert {one: plain_form(one).upper() for one in letters} == letters
 
 
+def test_numerals_that_are_words_or_letters_stay_these() -> None:
+    assert [plain_form(one) for one in "四零Ⅳⅻ"] == ["四", "零", "IV", "xii"]
+    assert [plain_form(one) for one in "٤④"] == ["4", "4"]
+
+
 def test_every_digit_however_it_is_drawn_is_the_digit() -> None:
     digits = {one: str(digit) for one in map(chr, range(0x80, 0x110000))
               if (digit := unicodedata.digit(one, None)) is not None}  # fmt: skip

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from guard.policy import BoundPolicy, LoadedPolicy, PolicyError
-from guard.policy import store as store_module
 from guard.policy.store import PolicyStore
 from tests.policy.test_policy_set import bind_fakes, configmap, folder, policy
 
@@ -29,7 +28,6 @@ async def watching(path: Path) -> AsyncIterator[tuple[PolicyStore, Counter[str]]
     results = Counter[str]()
     store = PolicyStore(path, bind_fakes, lambda result, _: results.update([result]))
     task = asyncio.create_task(store.watch())
-    await asyncio.sleep(0.2)  # until the watch has begun; what changes before is found by the next look
     try:
         yield store, results
     finally:
@@ -97,10 +95,7 @@ async def test_a_broken_file_changes_nothing_and_is_told_until_it_is_repaired(
         await until(lambda: threshold(store) == 0.9)
 
 
-async def test_a_folder_that_goes_and_comes_back_is_found_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "RECHECK_S", 0.2)
+async def test_a_folder_that_goes_and_comes_back_is_found_again(tmp_path: Path) -> None:
     path = folder(tmp_path / "p", SINGLE, base=policy("base"))
     async with watching(path) as (store, results):
         shutil.rmtree(path)

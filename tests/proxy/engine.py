@@ -18,7 +18,16 @@ from typing import Any, Literal
 import numpy as np
 from aiohttp import web
 
-from guard.mia.results import EVENT_OBJECT, HiddenReadout, Readouts, RowsReadout, Stage, SteeringReport
+from guard.mia.results import (
+    EVENT_OBJECT,
+    HiddenReadout,
+    ProbeReadout,
+    Readout,
+    Readouts,
+    RowsReadout,
+    Stage,
+    SteeringReport,
+)
 
 WORDS = ("The", " answer", " is", " 42", ".")
 
@@ -33,7 +42,8 @@ class FakeEngine:
     and a whole answer as they are. ``final_logits``: what each request's answer held, in turn, at its one token.
     ``progress``: what h_node's state was at each word of a stream, sent behind it; None sends nothing there.
     ``pass_state``: the state of every second pass, which ``passes`` counts; None refuses them. Words are tokens for
-    ``/tokenize``; ``token_rows``: how many of them one look inside may read at once.
+    ``/tokenize``; ``token_rows``: how many of them one look inside may read at once. ``probes``: what it says that it
+    was started with, and refuses all others of; None: it has no route that says so.
     """
 
     logit: float = -5.0
@@ -67,6 +77,7 @@ class FakeEngine:
     token_rows: int = 1 << 20
     looks: list[dict[str, Any]] = field(default_factory=list)
     look_delay_s: float | None = 0.0
+    probes: tuple[str, ...] | None = None
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -96,13 +107,20 @@ class FakeEngine:
     def event_bytes(self) -> bytes:
         if self.event == "not_json":
             return b'{"object": "mia.readouts", "readouts": ['
-        item = HiddenReadout("complete", 3, 4, 5, np.array([self.logit], np.float32))
+        item: Readout = HiddenReadout("complete", 3, 4, 5, np.array([self.logit], np.float32))
+        for name in self._weights(self.specs[-1]):
+            item = ProbeReadout("complete", name, (4,), (5,), np.array([[self.logit]], np.float32))
         if self.event == "dropped":
             item = HiddenReadout("dropped", 3, reason="the buffer was full")
         wire = Readouts({"danger.layer3": item}, prompt_tokens=7).to_wire()
         if self.event == "garbled":
             wire["items"]["danger.layer3"] = {"kind": "hidden", "status": "complete", "values": {"dtype": "float99"}}
         return json.dumps({"object": EVENT_OBJECT, "readouts": [] if self.event == "empty" else [wire]}).encode()
+
+    def _weights(self, spec: dict[str, Any] | None) -> set[str]:
+        """Probes of detectors that a request asks for; those of gates have names of their own."""
+        asked = {capture["probe"] for capture in (spec or {}).get("probes", {}).values()}
+        return {name for name in asked if name.startswith("guard-")}
 
     def final_readouts(self) -> list[dict[str, Any]]:
         """Of the generated tokens, for a detector that is called drift; and of steering."""
@@ -193,7 +211,10 @@ class FakeEngine:
         if (self.refuses_reading and "hidden" in spec) or (self.refuses_steering and "steer" in spec):
             error = {"message": "this engine has no such tap", "type": "x", "param": "y", "code": "invalid_mia_spec"}
             return web.json_response({"error": error}, status=400)
-        reads = "hidden" in spec and self.event != "missing"
+        if self._weights(spec) - {*(self.probes or ())}:
+            error = {"message": "this engine has no such probe", "type": "x", "code": "invalid_mia_spec"}
+            return web.json_response({"error": error}, status=400)
+        reads = bool("hidden" in spec or self._weights(spec)) and self.event != "missing"
         if body["model"] in self.unserved:
             error = {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}
             return web.json_response({"error": error}, status=404)
@@ -275,6 +296,12 @@ class FakeEngine:
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         return web.json_response({"object": "list", "data": [{"id": one, "object": "model"} for one in self.served]})
 
+    async def capabilities(self, request: web.Request) -> web.Response:
+        if self.probes is None:
+            raise web.HTTPNotFound
+        taps = {"hidden_layers": [3], "probes": dict.fromkeys(self.probes, 3)}
+        return web.json_response({"object": "mia.capabilities", "taps": taps})
+
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
 
@@ -287,6 +314,7 @@ async def running(engine: FakeEngine, port: int = 0, tls: ssl.SSLContext | None 
     app.router.add_post("/tokenize", engine.tokenize)
     app.router.add_get("/v1/models", engine.models)
     app.router.add_get("/health", engine.health)
+    app.router.add_get("/v1/mia/capabilities", engine.capabilities)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls)

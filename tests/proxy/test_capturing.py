@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from guard.policy import PolicyError, load_policy
+from guard.policy.judged_paths import EMBEDDINGS, RERANK
 from guard.telemetry.content import AnswerText, Captured, PromptText, delete_expired
 from guard.telemetry.ledger_check import check
 from guard.telemetry.ledger_files import content_folder
@@ -19,6 +20,7 @@ from tests.proxy.conftest import BLOCKED, BODY, POLICY, Proxy, StartProxy
 from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 from tests.proxy.test_answers import DRIFTING
+from tests.proxy.test_endpoints import RERANKED, reranking
 from tests.proxy.test_streaming import LEAK, chunks, policy, said
 
 CAPTURE = POLICY + "capture: {prompt: true, answer: true, patterns: {colour: 'blue|green'}, retention_days: 3}\n"
@@ -64,6 +66,28 @@ async def test_prompt_and_answer_are_kept_redacted_and_for_as_long_as_the_policy
         assert not any(text in proxy.ledger.read_text() for text in PRIVATE)
         assert check(proxy.ledger).problems == []
         assert "mail.example" not in files(proxy.ledger)
+
+
+async def test_query_and_documents_to_rank_are_kept_as_texts_to_embed_are(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    text = f"""version: 1
+name: p
+detectors: {{text: {{kind: words}}}}
+rules: [{{name: bad, when: {{detector: text, at_least: 0.5}}, action: block}}]
+{KEPT}"""
+    async with running(FakeEngine()) as engine, start_proxy(engine, text, **reranking(tmp_path)) as proxy:
+        for i, (path, body, roles) in enumerate(
+            (
+                (RERANK[0], RERANKED, ("user", "tool", "tool")),
+                (EMBEDDINGS, {"model": "tiny", "input": ["q", "a secret", "b"]}, ("prompt",) * 3),
+            ),
+            start=1,
+        ):
+            assert (await proxy.post(body, path=path))[0] == 400
+            found = (await kept(proxy, i)).prompt
+            assert [one.text for one in found] == ["q", "a secret", "b"]
+            assert tuple(one.role for one in found) == roles
 
 
 async def test_nothing_is_kept_without_the_policys_word(proxy: Proxy) -> None:

@@ -15,6 +15,7 @@ from guard.policy import PolicyError
 from tests.detectors.weights import write
 from tests.proxy.conftest import BODY, StartProxy
 from tests.proxy.engine import FakeEngine, running
+from tests.proxy.test_endpoints import RESPONSES, streams
 from tests.proxy.test_streaming import chunks, said
 
 STREAM = {**BODY, "stream": True}
@@ -68,6 +69,18 @@ async def test_an_answer_is_cut_at_the_token_whose_state_says_that_it_is_made_up
         assert engine.specs[0]["progress_tokens"] == 2
         answer = (await proxy.entry())["answer"]
         assert (answer["rule"], answer["scores"]["made_up"]) == ("made-up", pytest.approx(0.9933, abs=1e-4))
+
+
+async def test_readouts_of_an_answer_tell_its_prompts_tokens_where_its_stream_does_not(start_proxy: StartProxy) -> None:
+    engine = FakeEngine(event="missing", word_delay_s=0.01)
+    begun, *rest = streams(RESPONSES, tuple(f" w{i}" for i in range(20)))
+    true, made_up = engine.grown("progress", 0, [TRUE] * 6), engine.grown("progress", 6, [MADE_UP])
+    engine.frames = [begun, *rest[:7], true, *rest[7:13], made_up, *rest[13:]]
+    async with running(engine), start_proxy(engine, growing("window")) as proxy:
+        _, _, raw = await proxy.post({"model": "tiny", "input": "Hi", "stream": True}, path=RESPONSES)
+        (end,) = (json.loads(one.split(b"data: ")[1]) for one in raw.split(b"\n\n") if b"response.incomplete" in one)
+        assert end["response"]["usage"]["input_tokens"] == 7
+        assert (await proxy.entry())["tokens"]["prompt"] == 7
 
 
 async def test_a_true_answer_passes_whole_though_nothing_is_known_of_its_first_tokens(start_proxy: StartProxy) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from guard.proxy.body import REPLACING, TOKENIZING, UNGUARDED, UNMEASURABLE
-from guard.proxy.wire import AROUND
+from guard.proxy.shown_texts import AROUND
 from guard.proxy.wire_responses import ELSEWHERE
 
 JUDGED = {"messages", "prompt", "input", "system", "instructions", *AROUND}

@@ -106,7 +106,7 @@ def test_what_is_not_kept_of_rows_is_evaluated_as_it_is_served(
     linear = {"weight": weight, "bias": np.array([0.25], np.float32)}
     write(
         configs / "probe", "probe", linear,
-        layers=[1, 3], hidden_size=tiny.size, pooling="max", computed_in="engine" if answer_tokens else "guard",
+        layers=[1, 3], hidden_size=tiny.size, pooling="max",
     )  # fmt: skip
     command = ("eval", "--model-configs", str(configs), "--out", str(tiny.folder / "report"))
     outcome = tiny.run(*command)
@@ -116,10 +116,8 @@ def test_what_is_not_kept_of_rows_is_evaluated_as_it_is_served(
     assert "not_evaluated" not in first["about"]
     held_out = [row for row in tiny.rows if row.split == "held_out"]
     labels = [row.label == "attack" for row in held_out]
-    # An engine with the weights would be another; the sum is the same.
-    write(configs / "same", "probe", linear, layers=[1, 3], hidden_size=tiny.size, pooling="max")
-    for kind, folder in (("attention_tracker", "attention_tracker"), ("probe", "same")):
-        scores = alone(tiny, build_detector(kind, configs / folder / "tiny.json"), held_out, 1 + answer_tokens)
+    for kind in ("attention_tracker", "probe"):
+        scores = alone(tiny, build_detector(kind, configs / kind / "tiny.json"), held_out, 1 + answer_tokens)
         assert first["detectors"][kind]["pooled"]["auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=0.01)
     # And scores are kept: nothing is read again.
     monkeypatch.setattr(material, "offline_reader", lambda *_: pytest.fail("everything was there"))

@@ -257,6 +257,16 @@ def test_rows_that_no_kind_asked_for_can_read_are_told_before_an_engine_starts(c
     assert "tool_call_risk: it needs 20 rows" in outcome.output
 
 
+def test_a_row_that_is_too_long_for_the_model_is_told_before_an_engine_starts(calibrated: Calibrated) -> None:
+    model = make_model(calibrated.model.parent / "short")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}), encoding="utf-8")
+    outcome = calibrate(model, calibrated.users, kinds=("probe",))
+    assert outcome.exit_code == 1
+    assert f"{calibrated.users}: row 1: has " in outcome.output
+    assert "tokens, at most 15 can be read" in outcome.output
+
+
 def test_a_row_that_the_template_refuses_is_told_before_an_engine_starts(calibrated: Calibrated) -> None:
     model = make_model(calibrated.model.parent / "strict", "{{ raise_exception('roles must alternate') }}")
     outcome = calibrate(model, calibrated.users, kinds=("probe",))

@@ -150,22 +150,11 @@ def test_shipped_detectors_score_kept_features_as_they_score_readouts() -> None:
         scores_of(probe, replace(few, layers=(99,) * 30))
 
 
-def test_a_probe_that_the_engine_computes_and_attention_that_is_not_kept() -> None:
-    key = "SmolLM2-135M-Instruct.json"
-    configs = data_folder("model_configs")
-    probe, tracker = (
-        Probe.load(configs / "probe" / key),
-        AttentionTracker.load(configs / "attention_tracker" / key),
-    )
-    layers = tuple(range(1, 31))
+def test_attention_that_is_not_kept_is_no_feature() -> None:
+    tracker = AttentionTracker.load(data_folder("model_configs") / "attention_tracker" / "SmolLM2-135M-Instruct.json")
     hidden = np.random.default_rng(0).normal(size=(3, 30, 576)).astype(np.float32)
     mass = np.full((3, len(tracker.heads), 2), 0.3, np.float32)
-    features = Features(layers, tracker.heads, hidden, mass, (), hidden[:, :0], np.ones(3, np.float32))
-    in_engine = probe.config.model_copy(
-        update={"params": probe.config.params.model_copy(update={"computed_in": "engine"})}
-    )
-    found = scores_of(Probe(in_engine, probe.weight.astype(np.float32), probe.bias), features)
-    assert found == pytest.approx(scores_of(probe, features), abs=1e-4)
+    features = Features(tuple(range(1, 31)), tracker.heads, hidden, mass, (), hidden[:, :0], np.ones(3, np.float32))
     later = tracker.config.model_copy(
         update={"params": tracker.config.params.model_copy(update={"generated_tokens": 2})}
     )
