@@ -46,6 +46,10 @@ NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
 """For OpenAI's clients: the same request would come to the same end."""
 
 
+SOON: Mapping[str, str] = {"retry-after": "1", "retry-after-ms": "1000"}
+"""Headers for who may well try again at once."""
+
+
 class ApiError(Exception):
     """An answer that is an error. ``param`` is the field of the request that it is about; ``limit``: whose limit, and
     which, is reached."""
@@ -167,20 +171,14 @@ class TooManyTextsError(ApiError):
     type = "rate_limit_error"
     code = "too_many_texts"
     outcome = "refused"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.headers = _later(1.0)
+    headers: Mapping[str, str] = SOON
 
 
 class TextsWaitError(ApiError):
     status = 503
     code = "texts_wait"
     outcome = "refused"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.headers = _later(1.0)
+    headers: Mapping[str, str] = SOON
 
 
 def _later(retry_s: float) -> dict[str, str]:
