@@ -30,7 +30,7 @@ from bench.run import Phase, Run, empty_results, say
 from bench.served import Servers, commands, served
 from bench.shapes import Shape, load_shape
 from bench.shares import Shares
-from bench.variants import SERVED, VARIANTS, EngineName, taps_of, write_vectors
+from bench.variants import SERVED, VARIANTS, EngineName, taps_of, write_weights
 
 WEIGHTS: dict[Phase, float] = {"tpot": 5.0, "ttft": 0.6, "saturated": 2.5, "eager": 1.0, "served": 4.5}
 """Parts of the time. Each further model gets half as much."""
@@ -146,7 +146,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
             rng=random.Random(options.seed),  # noqa: S311 - an order, no secret
         )
         for shape in shapes:
-            write_vectors(shape, run.scratch / shape.name / "mia")
+            write_weights(shape, run.scratch / shape.name / "mia")
         try:
             if set(OFFLINE) & set(options.phases):
                 run.start((shape, name) for shape in shapes for name in run.engines(OFFLINE_ENGINES))

@@ -61,14 +61,14 @@ def free_port() -> int:
 
 
 def server_command(
-    name: EngineName, shape: Shape, folder: Path, vectors: Path, log_file: Path, *, device: Device, kv_tokens: int
+    name: EngineName, shape: Shape, folder: Path, weights: Path, log_file: Path, *, device: Device, kv_tokens: int
 ) -> EngineCommand:
     """One server's command. ``folder``: the model with a tokenizer."""
     extra = ["--load-format", "dummy", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.1"]
     extra += ["--kv-cache-memory-bytes", str(kv_tokens * shape.kv_bytes_per_token)]
     ours = engine_command(
         ResolvedModel(str(folder), shape.name, shape.name),
-        taps_of(shape).engine_config(vectors),
+        taps_of(shape).engine_config(weights),
         port=free_port(),
         log_file=log_file,
         compiled=device == "cuda",

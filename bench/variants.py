@@ -36,14 +36,21 @@ class Taps:
     attention_heads: tuple[tuple[int, int], ...]
     steering_layer: int
 
-    def engine_config(self, vectors: Path) -> EngineConfig:
-        """The aperture's taps, with ``vectors`` the folder of the steering vectors."""
+    @property
+    def probes(self) -> dict[str, int]:
+        """One at each hidden layer."""
+        return {f"probe{layer}": layer for layer in self.hidden_layers}
+
+    def engine_config(self, weights: Path) -> EngineConfig:
+        """The aperture's taps, with ``weights`` the folder of the steering vectors and probes."""
         return EngineConfig(
             hidden_layers=self.hidden_layers,
             attention_heads=self.attention_heads,
             steering_layers=(self.steering_layer,),
-            steering_folder=vectors,
+            steering_folder=weights,
             steering_vectors=tuple(vector_name(i) for i in range(VECTORS)),
+            probe_folder=weights,
+            probes=self.probes,
         )
 
 
@@ -60,13 +67,17 @@ def vector_name(i: int) -> str:
     return f"v{i % VECTORS:02}"
 
 
-def write_vectors(shape: Shape, folder: Path) -> None:
-    """Random vectors of length 1, as the aperture reads them. Beside dummy weights' stream that is a strong push."""
+def write_weights(shape: Shape, folder: Path) -> None:
+    """Random vectors of length 1 and random probes, as the aperture reads them. Beside dummy weights' stream such a
+    vector is a strong push."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(VECTORS):
         vector = rng.standard_normal(shape.hidden_size).astype(np.float32)
         save_file({"vector": vector / np.linalg.norm(vector)}, folder / f"{vector_name(i)}.safetensors")
+    for name in taps_of(shape).probes:
+        weight = rng.standard_normal((1, shape.hidden_size)).astype(np.float32)
+        save_file({"weight": weight, "bias": np.zeros(1, np.float32)}, folder / f"{name}.safetensors")
 
 
 Ask = Callable[[Taps, int, int], dict[str, Any] | None]
@@ -98,6 +109,11 @@ def _hidden(taps: Taps, positions: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def _probes(taps: Taps, positions: tuple[str, ...]) -> dict[str, Any]:
+    asked = {f"{where}{name}": {"probe": name, "positions": where} for where in positions for name in taps.probes}
+    return {"probes": asked}
+
+
 def _attention(taps: Taps, prompt_tokens: int) -> dict[str, Any]:
     """From the last prompt token on two spans: the first half of what is before it, and the second."""
     middle = prompt_tokens // 2
@@ -110,7 +126,7 @@ def _steer(taps: Taps, i: int) -> dict[str, Any]:
     return {"steer": [{"vector": vector_name(i), "layer": taps.steering_layer, "coefficient": 1.0, "phase": "both"}]}
 
 
-def _mia(*parts: Literal["hidden", "state", "attention", "steer"]) -> Ask:
+def _mia(*parts: Literal["hidden", "state", "probes", "logits", "attention", "steer"]) -> Ask:
     def ask(taps: Taps, i: int, prompt_tokens: int) -> dict[str, Any]:
         spec: dict[str, Any] = {}
         for part in parts:
@@ -119,6 +135,10 @@ def _mia(*parts: Literal["hidden", "state", "attention", "steer"]) -> Ask:
                     spec |= _hidden(taps, ("last_prompt", "generated"))
                 case "state":
                     spec |= _hidden(taps, ("last_prompt",))
+                case "probes":
+                    spec |= _probes(taps, ("last_prompt", "generated"))
+                case "logits":
+                    spec |= _probes(taps, ("last_prompt",))
                 case "attention":
                     spec |= _attention(taps, prompt_tokens)
                 case "steer":
@@ -139,6 +159,7 @@ VARIANTS = {
         Variant("vanilla", "vanilla", "vLLM", _nothing),
         Variant("idle", "mia", "taps in place, nothing asked", _nothing),
         Variant("hidden", "mia", "hidden states of 3 layers, last prompt token and all generated", _mia("hidden")),
+        Variant("probed", "mia", "probes at 3 layers, last prompt token and all generated", _mia("probes")),
         Variant("attention", "mia", "attention of 16 heads on 2 spans, last prompt token", _mia("attention")),
         Variant("steered", "mia", "each request steered by its own vector", _mia("steer"), steers=True),
         Variant("all", "mia", "hidden, attention and steered at once", _mia("hidden", "attention", "steer"), True),
@@ -156,6 +177,7 @@ SERVED = {
         Variant("idle", "mia", "the guard's server, nothing asked", _nothing),
         Variant("state", "mia", "3 layers' states, last prompt token", _mia("state")),
         Variant("attention", "mia", "attention of 16 heads on 2 spans, last prompt token", _mia("attention")),
+        Variant("judged", "mia", "probes at 3 layers and attention, last prompt token", _mia("logits", "attention")),
         Variant("guarded", "mia", "3 layers' states and attention, last prompt token", _mia("state", "attention")),
         Variant(
             "guarded_steered",

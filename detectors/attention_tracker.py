@@ -6,14 +6,14 @@ instruction and data. The focus score is the mean over the heads; the detector's
 higher value is likelier an injection. Needs no training, only the choice of heads.
 
 Two additions of ours. ``generated_tokens``: the focus score is the mean over the last prompt token and the first
-generated ones. ``windows``: the same ratio for each stretch of the data alone, and the value is that of the stretch
-that draws most. A stretch is a part of the data, so the value is at most the one without windows; a text shorter than
-one stretch scores as without.
+generated ones. ``windows``: the data of a long prompt is read once more, window by window, and the highest value counts
+(``detectors.windows``); a score then also has passages, the stretches of the data with most of the attention on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
@@ -23,35 +23,22 @@ from pydantic import Field, model_validator
 
 from detectors.base import CapturePlan, Passage, Score, SpanTokens, TokenValues
 from detectors.model_config import ModelConfig, Section, load_model_config
+from detectors.windows import DATA, INSTRUCTION, TEXTS, Windows
 from guard.mia.results import AttentionReadout, AttentionRowsReadout, FloatArray, Readout
 from guard.mia.spec import AttentionCapture, FirstGenerated, TokenRanges
 
 CAPTURE, ANSWER = "focus", "answer"
-INSTRUCTION, DATA = "instruction", "data"
-
-DEFAULT_SPANS = {INSTRUCTION: ("system",), DATA: ("user.last", "tool")}
+DEFAULT_SPANS = TEXTS
 """The operator's instruction is what must keep the attention; what arrives from outside competes for it. Earlier user
 turns and the model's own answers are neither: they were judged when they were new."""
 
 EPSILON = 1e-8
 
+PASSAGE_TOKENS = 64
 MOST_PASSAGES = 3
-"""That a score names."""
+"""That a score names, and how long each is."""
 
 Index = Annotated[int, Field(ge=0, le=1023)]
-
-
-class Windows(Section):
-    """``tokens``: of a stretch; ``stride``: from the beginning of one to that of the next."""
-
-    tokens: Annotated[int, Field(ge=8, le=4096)] = 256
-    stride: Annotated[int, Field(ge=1, le=4096)] = 128
-
-    @model_validator(mode="after")
-    def _every_token_is_in_one(self) -> Self:
-        if self.stride > self.tokens:
-            raise ValueError("a stride longer than a window leaves tokens out")
-        return self
 
 
 class Params(Section):
@@ -62,13 +49,13 @@ class Params(Section):
     """From how many of the first generated tokens the attention is read, beside the last prompt token. With any, the
     score is there when the answer is. Never together with ``windows``."""
     windows: Windows | None = None
-    """Score long data in stretches, and say which drew the attention. The heads' weights on all tokens leave the
+    """Read a long prompt's data once more, window by window. For passages the heads' weights on all tokens leave the
     engine: 4 bytes for each head and token of the prompt."""
 
     @model_validator(mode="after")
     def _one_addition(self) -> Self:
         if self.generated_tokens and self.windows is not None:
-            raise ValueError("windows are scored from the last prompt token alone; leave out generated_tokens")
+            raise ValueError("windows are read for their last prompt token alone; leave out generated_tokens")
         return self
 
 
@@ -100,8 +87,8 @@ class AttentionTracker:
 
     def plan(self) -> CapturePlan:
         spans = (INSTRUCTION, DATA)
-        whole = self.windows is not None
-        attention = {CAPTURE: AttentionCapture(heads=self.heads, spans=spans, weights=whole)}
+        with_passages = self.windows is not None
+        attention = {CAPTURE: AttentionCapture(heads=self.heads, spans=spans, weights=with_passages)}
         if first := self.config.params.generated_tokens:
             attention[ANSWER] = AttentionCapture(
                 heads=self.heads, spans=spans, positions=FirstGenerated(generated=first)
@@ -122,24 +109,15 @@ class AttentionTracker:
         return TokenValues(tuple(mean.tolist()), tuple(range(len(mean))))
 
     def score_spans(self, readouts: Mapping[str, Readout], span_tokens: SpanTokens) -> Score:
-        """As ``score``; windows need to know which tokens are the data."""
-        whole = self._whole(readouts)
-        readout = readouts.get(CAPTURE)
-        if self.windows is None or whole.status != "scored" or not isinstance(readout, AttentionReadout):
-            return whole
-        if readout.weights is None or len(readout.weights) != len(self.heads):
-            return Score("unavailable", reason=f"attention readout lacks the weights of {len(self.heads)} heads")
-        ranges = span_tokens.get(DATA, ())
+        """As ``score``; passages need to know which tokens are the data."""
+        score, readout, ranges = self.score(readouts), readouts.get(CAPTURE), span_tokens.get(DATA, ())
+        if score.status != "scored" or not isinstance(readout, AttentionReadout) or readout.weights is None:
+            return score
         if not ranges or max(end for _, end in ranges) > readout.weights.shape[1]:
-            return Score("unavailable", reason="which tokens are the data is not known")
-        return window_score(readout.weights.astype(np.float64), readout.mass[INSTRUCTION], ranges, self.windows)
+            return score
+        return replace(score, passages=passages_in(readout.weights.astype(np.float64), ranges))
 
     def score(self, readouts: Mapping[str, Readout]) -> Score:
-        if self.windows is not None:
-            return Score("unavailable", reason="which tokens the data are is not known")
-        return self._whole(readouts)
-
-    def _whole(self, readouts: Mapping[str, Readout]) -> Score:
         readout = readouts.get(CAPTURE)
         if not isinstance(readout, AttentionReadout):
             return Score("unavailable", reason=f"no attention readout {CAPTURE!r} came back")
@@ -180,41 +158,26 @@ class AttentionTracker:
         return focus_scores(instruction, data)
 
 
-def window_score(
-    weights: npt.NDArray[np.float64],
-    instruction: FloatArray,
-    ranges: Sequence[tuple[int, int]],
-    windows: Windows,
-) -> Score:
-    """The value of the stretch of data that draws most; it and the next ones apart from it are the passages, of which
-    the one with the largest share of the attention on the data is the first.
+def passages_in(weights: npt.NDArray[np.float64], ranges: Sequence[tuple[int, int]]) -> tuple[Passage, ...]:
+    """Stretches of the data that do not overlap, those with the largest share of the attention on it first.
 
-    weights: ``[heads, tokens]`` attention of the last prompt token; instruction: ``[heads]`` mass; ranges: the data's
-    tokens. A stretch never reaches over the end of a range: two messages are two texts.
+    weights: ``[heads, tokens]``; ranges: the data's tokens. None reaches over the end of a range: two messages are two
+    texts.
     """
     sums = np.concatenate([np.zeros((len(weights), 1)), np.cumsum(weights, axis=1)], axis=1)
-    stretches = [one for start, end in ranges for one in _stretches(start, end, windows)]
-    starts, ends = np.array(stretches).T
-    mass = sums[:, ends] - sums[:, starts]
-    drift = (1.0 - focus_scores(instruction.astype(np.float64)[:, None], mass)).mean(axis=0)
-    if not np.isfinite(drift).all():
-        return Score("unavailable", reason="attention masses are not finite")
-    data = sum(sums[:, end] - sums[:, start] for start, end in ranges)
-    shares = (mass / (data[:, None] + EPSILON)).mean(axis=0)
-    passages: list[Passage] = []
-    for at in np.argsort(-drift, kind="stable"):
-        start, end = stretches[at]
-        if all(end <= one.start or start >= one.end for one in passages):
-            passages.append(Passage(start, end, min(1.0, max(0.0, float(shares[at])))))
-        if len(passages) == MOST_PASSAGES:
-            break
-    by_share = sorted(passages, key=lambda one: one.weight, reverse=True)
-    return Score("scored", min(1.0, max(0.0, float(drift.max()))), passages=tuple(by_share))
+    data = sum(sums[:, end] - sums[:, start] for start, end in ranges) + EPSILON
+    found = [
+        Passage(at, min(at + PASSAGE_TOKENS, end), _share(sums, at, min(at + PASSAGE_TOKENS, end), data))
+        for start, end in ranges
+        for at in range(start, end, PASSAGE_TOKENS // 2)
+    ]
+    apart: list[Passage] = []
+    for one in sorted(found, key=lambda one: one.weight, reverse=True):
+        if all(one.end <= other.start or one.start >= other.end for other in apart):
+            apart.append(one)
+    return tuple(apart[:MOST_PASSAGES])
 
 
-def _stretches(start: int, end: int, windows: Windows) -> Iterator[tuple[int, int]]:
-    """Of one range; the last one ends with it, and is as long as the others."""
-    last = max(start, end - windows.tokens)
-    for begin in range(start, last, windows.stride):
-        yield begin, begin + windows.tokens
-    yield last, end
+def _share(sums: npt.NDArray[np.float64], start: int, end: int, data: npt.NDArray[np.float64]) -> float:
+    """Mean over the heads."""
+    return min(1.0, max(0.0, float(((sums[:, end] - sums[:, start]) / data).mean())))

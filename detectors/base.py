@@ -11,10 +11,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from guard.mia.results import FloatArray, Readout
 from guard.mia.spec import AttentionCapture, HiddenCapture, Positions, ProbeCapture, TokenRanges
+
+if TYPE_CHECKING:
+    from detectors.windows import Windows
 
 ScoreStatus = Literal["scored", "unavailable", "not_applicable"]
 
@@ -130,6 +133,15 @@ class SpanDetector(Detector, Protocol):
     def score_spans(self, readouts: Mapping[str, Readout], span_tokens: SpanTokens) -> Score:
         """As ``score``."""
         ...
+
+
+@runtime_checkable
+class WindowDetector(Detector, Protocol):
+    """A detector that may have the model read a long prompt's data once more, window by window, each in a pass of its
+    own: its ``plan``, of which every capture is of the prompt, is read of each, and the highest score counts."""
+
+    windows: Windows | None
+    """None: it reads prompts as they are, and nothing more."""
 
 
 @dataclass(frozen=True)

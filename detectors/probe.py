@@ -4,7 +4,8 @@ Owns one formula: ``sigmoid(pool(weight . x + bias))``, x being a token's residu
 several, concatenated. The pool is the last prompt token, or the mean or the maximum over the tokens of a span; the mean
 of the logits is the logit of the mean state. Standardisation and calibration are folded into weight and bias when they
 are fitted. The value is a probability, calibrated for data that is half attacks. Weights lie in a safetensors file
-beside the JSON.
+beside the JSON. ``windows``: the data of a long prompt is read once more, window by window, and the highest value
+counts (``detectors.windows``).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import numpy as np
 from detectors.base import CapturePlan, Score, TokenValues
 from detectors.linear import BIAS, WEIGHT, LinearParams, LinearReader, load_linear, sigmoid
 from detectors.model_config import ModelConfig, load_model_config
+from detectors.windows import DATA, TEXTS, Windows
 from guard.mia.results import FloatArray, Readout
 from guard.mia.spec import Positions, SpanPositions, TokenRanges
 
 __all__ = ["BIAS", "DATA", "DEFAULT_SPANS", "WEIGHT", "Params", "Probe", "ProbeConfig", "sigmoid"]
 
-DATA = "data"
-DEFAULT_SPANS = {DATA: ("user.last", "tool")}
+DEFAULT_SPANS = {DATA: TEXTS[DATA]}
 """What pools over: what arrives from outside."""
 
 
@@ -34,6 +35,8 @@ class Params(LinearParams):
     pooling: Literal["last_token", "mean", "max"] = "last_token"
     """Which tokens count: the prompt's last; all of the span ``data``, as their mean; or the one of them that is
     likeliest what the probe looks for. The last two have the whole prompt computed, prefix cache or not."""
+    windows: Windows | None = None
+    """Read a long prompt's data once more, window by window."""
 
 
 class ProbeConfig(ModelConfig):
@@ -49,6 +52,7 @@ class Probe:
         params = config.params
         self.config = config
         self.thresholds: Mapping[str, float] = config.threshold_values()
+        self.windows = params.windows
         self.weight, self.bias = np.asarray(weight, np.float64), bias
         self.pooled = params.pooling != "last_token"
         positions: Positions = SpanPositions(span=DATA) if self.pooled else "last_prompt"

@@ -27,7 +27,7 @@ from bench.run import WARM_UP, Run, empty_results
 from bench.served import OURS, columns, server_command, with_tokenizer
 from bench.shapes import Shape, load_shape
 from bench.shares import Shares
-from bench.variants import ON_CPU, SERVED, VARIANTS, VECTORS, EngineName, engine_start, taps_of, write_vectors
+from bench.variants import ON_CPU, SERVED, VARIANTS, VECTORS, EngineName, engine_start, taps_of, write_weights
 from bench.workload import Arrival, lengths, poisson
 from guard.mia.spec import parse_spec
 from tests.engine.engines import in_process
@@ -552,7 +552,7 @@ def test_the_plot_is_the_same_for_the_same_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ON_CPU if name != "vanilla"])
 def test_every_variant_of_an_engine_runs_and_is_what_it_says(name: EngineName, tmp_path: Path) -> None:
-    write_vectors(TINY, tmp_path / "mia")
+    write_weights(TINY, tmp_path / "mia")
     how = starts(TINY, tmp_path, device="cpu")[name]
     with in_process():
         engine = Engine(name, TINY, how.vllm_args, tmp_path)
@@ -560,7 +560,7 @@ def test_every_variant_of_an_engine_runs_and_is_what_it_says(name: EngineName, t
             for variant in [variant for variant in VARIANTS.values() if variant.engine == name]:
                 batch = Batch(variant.name, [16, 9], [5, 1], seed=1)
                 done = engine.run(batch)
-                captures = {"hidden": 6, "attention": 1, "all": 7}.get(variant.name, 0)
+                captures = {"hidden": 6, "probed": 6, "attention": 1, "all": 7}.get(variant.name, 0)
                 assert done.readouts == 2 * captures
                 assert done.seconds > 0
                 if variant.steers:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from detectors.attention_tracker import DATA, DEFAULT_SPANS, INSTRUCTION
 from detectors.calibration.demands import has_instruction
 from detectors.calibration.feature_store import Plan
 from detectors.calibration.rows import Message, Row
+from detectors.windows import DATA, INSTRUCTION, TEXTS
 from guard.mia.results import Readouts
 from guard.mia.spec import AttentionCapture, HiddenCapture, MiaSpec, SpanPositions
 
@@ -62,7 +62,7 @@ def of_data(layer: int) -> HiddenCapture:
 def spec_of(conversation: Sequence[Message], parts: Sequence[Captures]) -> MiaSpec:
     instructed = has_instruction(conversation)
     return MiaSpec(
-        spans={name: selectors for name, selectors in DEFAULT_SPANS.items() if instructed or name != INSTRUCTION},
+        spans={name: selectors for name, selectors in TEXTS.items() if instructed or name != INSTRUCTION},
         hidden={name: capture for part in parts for name, capture in part.hidden.items()},
         attention={name: capture for part in parts for name, capture in part.attention.items()},
     )

@@ -25,9 +25,10 @@ from detectors.calibration.cli import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from detectors.calibration.evaluation import DetectorReport
+    from detectors.calibration.features import Features
     from detectors.calibration.material import Material, Request
     from detectors.calibration.progress import Reporter
     from detectors.calibration.rows import Row
@@ -184,7 +185,6 @@ def _reports(
     from detectors.calibration.leave_one_out import leave_one_out
     from detectors.calibration.positions import SOURCE
     from detectors.calibration.probe_candidates import Choice
-    from detectors.calibration.scoring import scored_rows
     from detectors.calibration.sources import DataError
     from detectors.combination import Combination
 
@@ -212,10 +212,13 @@ def _reports(
             measurable(
                 [row for row in kept if row.source != SOURCE], f" {DEMANDS[kind].which}" if kind in DEMANDS else ""
             )
-            if kind in material.as_read:
-                found = material.as_read[kind].scores(kept)
-            else:
-                found = scored_rows(detector, kept, features.part(at), {name: one[at] for name, one in scores.items()})
+            found = _scores(
+                kind, detector, material, kept, features.part(at), {n: one[at] for n, one in scores.items()}
+            )
+            if kind in material.windows:
+                windows, read_of = material.windows[kind]
+                found = windows.highest(at, found, _scores(kind, detector, material, windows.rows, read_of, {}))
+                reporter.say(f"{kind}: the highest of each row and its windows, {len(windows.rows)} in all")
         except (DataError, FeatureError) as error:
             without[kind] = str(error)
             reporter.say(f"{kind} is not evaluated: {error}")
@@ -231,6 +234,17 @@ def _reports(
     if not reports:
         raise DataError("; ".join(f"{kind} cannot be evaluated: {why}" for kind, why in without.items()))
     return reports, without
+
+
+def _scores(
+    kind: str, detector: Any, material: Material, rows: Sequence[Row], features: Features, others: Mapping[str, Any]
+) -> Any:
+    """``[rows]``. Raises ``FeatureError``."""
+    from detectors.calibration.scoring import scored_rows
+
+    if kind in material.as_read:
+        return material.as_read[kind].scores(rows)
+    return scored_rows(detector, rows, features, others)
 
 
 def remarks_on(detector: Any, path: Path, rows: Sequence[Row], seed: int, sha256: str) -> list[str]:

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from detectors.attention_tracker import DATA, INSTRUCTION
 from detectors.calibration.captures import Extra, plan_captures, spec_of
 from detectors.calibration.demands import has_instruction
 from detectors.calibration.engine_states import reason_of, state_of, states_of
 from detectors.calibration.feature_store import FeatureError, FeatureStore, Plan, Reading
 from detectors.calibration.rows import Message, Row
 from detectors.calibration.token_states import TokenStates
+from detectors.windows import DATA, INSTRUCTION
 from guard.mia.results import AttentionReadout, FloatArray, Readouts
 from guard.mia.spec import MAX_CAPTURES, MiaSpec
 
@@ -135,7 +135,7 @@ def read_features(
 
     Raises ``FeatureError`` for a row without complete readouts.
     """
-    todo = [row for row in rows if not store.has(row.messages) or any(extra.lacks(row) for extra in extras)]
+    todo = [row for row in rows if _lacks(row, store, extras)]
     done = len(rows) - len(todo)
     if progress is not None:
         progress(done)
@@ -143,11 +143,17 @@ def read_features(
         with open_reader() as reader:
             for start in range(0, len(todo), ROWS_AT_ONCE):
                 some = todo[start : start + ROWS_AT_ONCE]
-                _read_some(some, store, reader, extras)
+                # Another run may have read some of them by now.
+                _read_some([row for row in some if _lacks(row, store, extras)], store, reader, extras)
                 done += len(some)
                 if progress is not None:
                     progress(done)
     return stacked(rows, store)
+
+
+def _lacks(row: Row, store: FeatureStore, extras: Sequence[Extra]) -> bool:
+    """Whether anything is still to be read of it."""
+    return not store.has(row.messages) or any(extra.lacks(row) for extra in extras)
 
 
 def _read_some(rows: Sequence[Row], store: FeatureStore, reader: Reader, extras: Sequence[Extra]) -> None:

@@ -36,6 +36,9 @@ from guard.telemetry.ledger_reader import Entry, LedgerReadError, entries
 
 SHARE_THAT_SETS = 2 / 3
 
+SCORED = "scored"
+"""What a ledger says of a detector with a score that is no lower bound."""
+
 Fingerprints = Mapping[str, str | None]
 """Kind as which a file can be used -> fingerprint of what it computes; None of a kind that has none."""
 
@@ -231,8 +234,8 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _scores(entry: Entry, detector: str) -> dict[str, tuple[float, bool]]:
     """By what measured it, the score of a request and whether its answer has it: of both the higher, since a request is
-    hit once. Of a stream the ledger has the highest of all the times that it was judged, but lines of versions before
-    have the first: they are left out."""
+    hit once. One that is *at least* so high is none. Of a stream the ledger has the highest of all the times that it
+    was judged, but lines of versions before have the first: they are left out."""
     found: dict[str, tuple[float, bool]] = {}
     answer = entry.get("answer")
     if not isinstance(answer, dict) or (entry.get("streamed") and "complete" not in answer):
@@ -241,7 +244,9 @@ def _scores(entry: Entry, detector: str) -> dict[str, tuple[float, bool]]:
     for part, of_answer in parts:
         try:
             score, measured = part["scores"].get(detector), str(part["measured"].get(detector, "unknown"))
-            if score is not None and math.isfinite(number := float(score)):
+            # One with a reason may be higher than it is.
+            whole = part.get("detectors", {}).get(detector, SCORED) == SCORED
+            if whole and score is not None and math.isfinite(number := float(score)):
                 found[measured] = max(found.get(measured, (-math.inf, False)), (number, of_answer))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
             continue

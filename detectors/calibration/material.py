@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from detectors.base import WindowDetector
 from detectors.calibration.as_read import AsRead, captures_of, lacking_taps, reads_beyond
 from detectors.calibration.captures import Extra
 from detectors.calibration.data import Use, knows_tool_role, load_rows, short_enough, template_of
@@ -32,6 +33,7 @@ from detectors.calibration.readers import Served, http_reader, offline_reader, s
 from detectors.calibration.rows import Row
 from detectors.calibration.sources import DataError
 from detectors.calibration.token_states import TOKEN_LAYERS, TokenStore
+from detectors.calibration.window_rows import WindowRows, window_rows
 from guard.model_weights import weights_sha256
 
 TEXT_ALONE = ("text_baseline",)
@@ -61,11 +63,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Material:
-    """``as_read``: by kind, of detectors that read what is not kept of rows, their scores."""
+    """``as_read``: by kind, of detectors that read what is not kept of rows, their scores. ``windows``: by kind, of
+    detectors with windows, those of held-out rows, and what was read of them."""
 
     rows: Sequence[Row]
     features: Features
     as_read: Mapping[str, AsRead] = field(default_factory=dict)
+    windows: Mapping[str, tuple[WindowRows, Features]] = field(default_factory=dict)
 
 
 def gather(
@@ -84,15 +88,14 @@ def gather(
     rows = short_enough(rows, tokenizer, most_tokens(request.model), say)
     if request.kinds == TEXT_ALONE and not request.detectors:
         return Material(rows, unread(len(rows)))
-    total(len(rows))
     say(f"reading {len(rows)} conversations with the model")
     shape, weights = model_shape(request.model), weights_sha256(request.model)
     if request.url is None:
-        return _read(request, rows, full_plan(shape), weights, say, progress)
+        return _read(request, rows, full_plan(shape), weights, say, total, progress)
     served = served_engine(request.url, request.api_key)
     served.check_shape(shape)
     say(f"the engine serves {served.name}" + (f" in {served.dtype}" if served.dtype else ""))
-    return _read(request, rows, served.plan, served.kept_under(weights), say, progress, served)
+    return _read(request, rows, served.plan, served.kept_under(weights), say, total, progress, served)
 
 
 def _read(
@@ -101,6 +104,7 @@ def _read(
     plan: Plan,
     model_key: str,
     say: Callable[[str], None],
+    total: Callable[[int], None],
     progress: Callable[[int], None] | None,
     served: Served | None = None,
 ) -> Material:
@@ -125,10 +129,27 @@ def _read(
         say("starting an engine")
         return offline_reader(request.model, plan, extras)
 
-    features = read_features(rows, FeatureStore(model_key, plan), reader, progress, extras)
+    windows = {kind: found for kind, one in request.detectors.items() if (found := _windows_of(kind, one, rows))}
+    everything = [*rows, *(row for found in windows.values() for row in found.rows)]
+    if len(everything) > len(rows):
+        say(f"reading {len(everything) - len(rows)} windows of long rows too")
+    total(len(everything))
+    read = read_features(everything, FeatureStore(model_key, plan), reader, progress, extras)
+    features = read.part(slice(0, len(rows)))
     if tokens is not None:
         features = replace(features, token_states=tokens.states(rows))
-    return Material(rows, features, as_read)
+    begin, parts = len(rows), {}
+    for kind, found in windows.items():
+        parts[kind] = (found, read.part(slice(begin, begin + len(found.rows))))
+        begin += len(found.rows)
+    return Material(rows, features, as_read, parts)
+
+
+def _windows_of(kind: str, detector: Any, rows: Sequence[Row]) -> WindowRows | None:
+    """Of held-out rows; None of a detector that has none."""
+    if not isinstance(detector, WindowDetector) or detector.windows is None:
+        return None
+    return window_rows(rows, [i for i, row in enumerate(rows) if _measured(kind, row)], detector.windows)
 
 
 def _token_store(plan: Plan, model_key: str) -> TokenStore:

@@ -28,7 +28,7 @@ def position_rows(seed: int, tool_role: bool) -> list[Row]:
 
 
 def _rows(composer: Composer, place: Place) -> Iterator[Row]:
-    attacks = _attacks(composer.seed)
+    attacks = attacks_of_positions(composer.seed)
     for characters, count in CASES:
         for number in range(count):
             document = long_document(number, characters)
@@ -39,7 +39,7 @@ def _rows(composer: Composer, place: Place) -> Iterator[Row]:
                 yield composer.brought_by(place, attacked, insert(document, attacks[number], position))
 
 
-def _attacks(seed: int) -> list[str]:
+def attacks_of_positions(seed: int) -> list[str]:
     """Held-out attacks, of AgentDojo and of spikee in turn."""
     content = agentdojo.content()
     templates, goals = (divided(seeds, seed)["held_out"] for seeds in (content.templates, content.goals))

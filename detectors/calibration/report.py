@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detectors.calibration import windows_report
 from detectors.calibration.evaluation import COUNTED_APART, POSITIONS
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -172,13 +173,19 @@ def _claims(claims: Json) -> list[str]:
     ]
 
 
-def renew(document: str, table: str) -> str:
+def fresh(document: str, results: Path) -> str:
+    """``document`` with all that is made from recorded results."""
+    windows = windows_report.markdown(results)
+    return renew(renew(document, markdown(results)), windows, windows_report.BEGIN, windows_report.END)
+
+
+def renew(document: str, table: str, begin_mark: str = BEGIN, end_mark: str = END) -> str:
     """``document`` with ``table`` between the markers. Raises ``ValueError`` when it has none."""
-    head, begin, rest = document.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    head, begin, rest = document.partition(begin_mark)
+    _, end, tail = rest.partition(end_mark)
     if not (begin and end):
-        raise ValueError(f"the document lacks the markers {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+        raise ValueError(f"the document lacks the markers {begin_mark} and {end_mark}")
+    return f"{head}{begin_mark}\n{table}\n{end_mark}{tail}"
 
 
 def _measures(one: Json) -> tuple[object, ...]:
@@ -213,7 +220,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def main(document: Path, results: Path) -> None:
-    document.write_text(renew(document.read_text(encoding="utf-8"), markdown(results)), encoding="utf-8")
+    document.write_text(fresh(document.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

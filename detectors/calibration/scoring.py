@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from detectors.attention_tracker import DATA, INSTRUCTION
 from detectors.base import CapturePlan, Detector, EngineProbe, Score
 from detectors.calibration.feature_store import FeatureError
 from detectors.calibration.features import Features
@@ -18,6 +17,7 @@ from detectors.calibration.rows import Row
 from detectors.combination import Combination
 from detectors.probe import Probe
 from detectors.text_baseline import TextBaseline
+from detectors.windows import DATA, INSTRUCTION
 from guard.mia.results import AttentionReadout, HiddenReadout, ProbeReadout, Readout, RowsReadout
 from guard.mia.spec import AttentionCapture, FirstGenerated, HiddenCapture, SpanPositions
 

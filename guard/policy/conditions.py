@@ -52,7 +52,7 @@ class ScoreCondition(Section):
     """True when a detector's score lies in the range; false when the detector does not apply to the request; unknown
     when there should be a score and is none, or one that may be higher and does not reach `at_least`: of a prompt's end
     where the last message is the assistant's or the system's, or a text has marks in it that chat templates end turns
-    with."""
+    with; or of a detector with windows, where not all of them were read."""
 
     detector: DetectorName
     """Name under `detectors`."""

@@ -244,9 +244,9 @@ def _score_check(condition: ScoreCondition, bound: Callable[[str, float | str], 
             return Verdict(None, f"{name} unavailable: {score.reason}", score.timed_out)
         inside = (low is None or score.value >= low) and (high is None or score.value < high)
         # Of a range the lower bound counts: what reaches it has reached what the rule is for.
-        unknown_below = low if low is not None else high
-        if score.floor and unknown_below is not None and score.value < unknown_below:
-            return Verdict(None, f"{name} {numeral(score.value, unknown_below)} at least: {score.reason}")
+        lowest = low if low is not None else high
+        if score.floor and lowest is not None and score.value < lowest:
+            return Verdict(None, f"{name} {numeral(score.value, lowest)} at least: {score.reason}", score.timed_out)
         told = numeral(score.value, *(bound for _, bound, _ in bounds))
         asked = " and ".join(f"{sign} {numeral(bound, score.value)}{given}" for sign, bound, given in bounds)
         return Verdict(inside, f"{name} {told} {'' if inside else 'not '}{asked}")

@@ -159,6 +159,10 @@ class Judges:
         found = [one for one in self._measured_in(LATER) if one.asks_again and one.key not in asked.known]
         return sorted(found, key=lambda one: not self.wait_for(one, LATER).acts)
 
+    def windowed(self, stages: Collection[Stage]) -> list[Measurement]:
+        """Detectors that have the model read a long prompt once more, in windows."""
+        return [one for one in self._measured_in(stages) if one.windows is not None]
+
     def growing(self) -> list[Measurement]:
         """Detectors that judge what an answer's tokens have in them while it grows."""
         return [one for one in self._measured_in(STREAM) if one.reads_answer]

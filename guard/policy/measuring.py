@@ -7,10 +7,11 @@ HTTP.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import isfinite
 from time import perf_counter
 from typing import TypeVar, cast
@@ -25,8 +26,10 @@ from detectors.base import (
     SecondPassDetector,
     SpanDetector,
     TextDetector,
+    WindowDetector,
 )
 from detectors.deadline import TooLateError, check_deadline
+from detectors.windows import DATA, IN_PASS, INSTRUCTION, TEXTS, UNREAD, Window, Windows, cut, windowed
 from guard.mia.results import AttentionReadout, AttentionRowsReadout, Readout, Readouts
 from guard.mia.spec import (
     AttentionCapture,
@@ -92,6 +95,16 @@ PLACED = Unplaced()
 
 
 @dataclass(frozen=True)
+class Passes:
+    """What a detector with windows has the model read of a prompt: ``instruction`` with each of ``windows`` in turn, of
+    which this has the text, message and part, and where it is in that. ``more``: there are windows beyond these."""
+
+    instruction: str
+    windows: tuple[tuple[str, tuple[int, int], Window], ...]
+    more: bool
+
+
+@dataclass(frozen=True)
 class Measurement:
     """A detector with its captures under the names in which they travel. ``spans`` may still have words. ``named``:
     roles that its scope and spans name."""
@@ -106,6 +119,8 @@ class Measurement:
     probes: Mapping[str, ProbeCapture] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Of a detector that combines scores: its input -> the policy's detector."""
+    texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a detector with windows: which messages its instruction and its data are."""
 
     # What it is, once: to look through a protocol's methods takes as long as the detectors' own arithmetic.
 
@@ -132,6 +147,26 @@ class Measurement:
     def reads_spans(self) -> bool:
         """Whether it also needs to know where its spans are."""
         return isinstance(self.detector, SpanDetector)
+
+    @cached_property
+    def windows(self) -> Windows | None:
+        """Into which it cuts a long prompt's data; None where it reads the prompt alone."""
+        return self.detector.windows if isinstance(self.detector, WindowDetector) else None
+
+    @cached_property
+    def in_pass(self) -> Measurement:
+        """The same as it reads a window's pass, which is a conversation without anything else."""
+        spans = {name: IN_PASS[name.removeprefix(f"{self.key}.")] for name in self.spans}
+        return replace(self, scope=(), spans=spans, named=frozenset())
+
+    def passes(self, parts: Sequence[Part], roles: Sequence[str]) -> Passes:
+        """Of a detector with windows: what it has the model read once more."""
+        assert self.windows is not None
+        data = meant_by(self.texts[DATA], parts, roles)
+        found = cut([text for _, _, text in data], self.windows)
+        instruction = text_of(self.texts[INSTRUCTION], parts, roles)
+        windows = tuple((data[one.text][2][one.start : one.end], data[one.text][:2], one) for one in found.windows)
+        return Passes(instruction, windows, found.more)
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -307,8 +342,19 @@ def at_least(score: Score, reason: str) -> Score:
 
 def text_of(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[str]) -> str:
     """The texts of all messages that are meant, one under the other."""
+    return "\n".join(text for _, _, text in meant_by(selectors, parts, roles))
+
+
+def meant_by(selectors: Sequence[str], parts: Sequence[Part], roles: Sequence[str]) -> list[Part]:
+    """Those of the texts that are meant."""
     meant = places(selectors, roles)
-    return "\n".join(text for message, _, text in parts if (message, None) in meant)
+    count = Counter(message for message, part, _ in parts if part >= 0)
+
+    def is_meant(message: int, part: int) -> bool:
+        ways = (None, part, part - count[message]) if part >= 0 else (None,)
+        return any((message, way) in meant for way in ways)
+
+    return [one for one in parts if is_meant(*one[:2])]
 
 
 def measurement(
@@ -317,16 +363,19 @@ def measurement(
     """``inputs``: as in ``Measurement``. Raises ``ValueError`` for a span that the detector does not have."""
     plan = detector.plan() if isinstance(detector, Detector) else CapturePlan()
     defaults = detector.spans if isinstance(detector, SecondPassDetector) else plan.spans
-    if unknown := sorted(use.spans.keys() - defaults.keys()):
-        have = ", ".join(sorted(defaults)) or "none"
+    windows = isinstance(detector, WindowDetector) and detector.windows is not None
+    texts = {**TEXTS, **defaults} if windows else {}
+    if unknown := sorted(use.spans.keys() - {**defaults, **texts}.keys()):
+        have = ", ".join(sorted({**defaults, **texts})) or "none"
         raise ValueError(f"{detector.kind} has no span {unknown[0]!r}; it has {have}")
     spans = {span: use.spans.get(span, selectors) for span, selectors in defaults.items()}
+    texts = {span: use.spans.get(span, selectors) for span, selectors in texts.items()}
     return Measurement(
         key=key,
         detector=detector,
         scope=use.scope,
         spans={f"{key}.{span}": selectors for span, selectors in spans.items()},
-        named=roles_named([*use.scope, *(one for selectors in spans.values() for one in selectors)]),
+        named=roles_named([*use.scope, *chain(*spans.values(), *texts.values())]),
         hidden={f"{key}.{capture}": _at_span(wanted, key) for capture, wanted in plan.hidden.items()},
         attention={
             f"{key}.{capture}": _at_span(
@@ -336,6 +385,7 @@ def measurement(
         },
         probes={f"{key}.{capture}": _at_span(probe.capture, key) for capture, probe in plan.probes.items()},
         inputs=inputs or {},
+        texts=texts,
     )
 
 
@@ -359,12 +409,19 @@ class Steering:
     reads: str | None = None
 
 
+Windowed = tuple[Sequence[Score], Score | None]
+"""The scores of a prompt's windows, and why there are more of them; see ``windowed``."""
+
+UNREAD_WINDOWS: Windowed = ((), UNREAD)
+
+
 @dataclass(frozen=True)
 class Question:
     """What one request asks of the engine. ``known``: scores by key that need no reading, or that cannot be read.
     ``floors``: by key of detectors that read where they may see less than there is, why that is so.
 
-    ``armed``: rules whose gated steering goes with it. ``steered``: the rule of each vector of the spec.
+    ``armed``: rules whose gated steering goes with it. ``steered``: the rule of each vector of the spec. ``windows``:
+    by key of detectors with windows, what came of these; of one that is not there the score is *at least* the prompt's.
     """
 
     spec: MiaSpec
@@ -372,6 +429,7 @@ class Question:
     armed: tuple[str, ...] = ()
     steered: tuple[str, ...] = ()
     floors: Mapping[str, str] = field(default_factory=dict)
+    windows: Mapping[str, Windowed] = field(default_factory=dict)
 
     @cached_property
     def gated(self) -> Mapping[str, int]:
@@ -404,12 +462,17 @@ class Question:
         missing = Score("unavailable", reason=reason, timed_out=timed_out)
         known = {**(texts or {}), **self.known}
         found = {
-            name: known.get(one.key) or (missing if readouts is None else one.score(readouts))
+            name: known.get(one.key) or self._with_windows(one, missing if readouts is None else one.score(readouts))
             for name, one in measurements.items()
             if not one.combines
         }
         why = {name: self.floors.get(measurements[name].key, "") for name in found}
         return {name: at_least(one, why[name]) if why[name] else one for name, one in found.items()}
+
+    def _with_windows(self, measured: Measurement, whole: Score) -> Score:
+        if measured.windows is None:
+            return whole
+        return windowed(whole, *self.windows.get(measured.key, UNREAD_WINDOWS))
 
 
 def question(

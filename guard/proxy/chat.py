@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from guard.policy import Decision, Judges, Question
+from guard.policy.judges import PROMPT
 from guard.policy.measuring import Steering
 from guard.policy.schema import Contract, Redaction
 from guard.proxy.access import check_media_type
@@ -30,11 +31,12 @@ from guard.proxy.readouts import Finding, gate_reports
 from guard.proxy.recording import Handler
 from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
-from guard.proxy.second_pass import PassReader
+from guard.proxy.second_pass import AFFINITY, PassReader
 from guard.proxy.services import Services
 from guard.proxy.text_reading import Reading
 from guard.proxy.usage import count_whole, left_at_prompt
 from guard.proxy.verdict import ShadowRefusedError, decide, judge, read_texts, spec_refusal
+from guard.proxy.window_passes import WindowPasses, window_passes
 from guard.proxy.wire import Form
 from guard.telemetry.record import RequestRecord
 
@@ -91,10 +93,21 @@ class _Asking:
         return self.services.ask(request.form.route, request, self.asked.wire, self.exchange, early=early)
 
     def _conversation(self) -> Conversation:
-        request, exchange = self.request, self.exchange
-        reader = PassReader(self.services.upstream, request.model, exchange.record.request_id, exchange.passed)
+        request = self.request
         said = request.said if self.judges.asking_again(self.asked) else ()
-        return Conversation(said, request.roles, request.form.words, reader)
+        return Conversation(said, request.roles, request.form.words, self._reader())
+
+    def _reader(self, affinity: bytes = AFFINITY) -> PassReader:
+        exchange = self.exchange
+        return PassReader(
+            self.services.upstream, self.request.model, exchange.record.request_id, exchange.passed, affinity
+        )
+
+    def windows(self) -> AbstractAsyncContextManager[WindowPasses | None]:
+        """Their passes begin like the request itself, whose instruction a server may have cached."""
+        request = self.request
+        said = request.said if self.judges.windowed(PROMPT) else ()
+        return window_passes(self.judges, self.asked, said, request.roles, self._reader(self.exchange.affinity))
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""
@@ -153,13 +166,22 @@ async def _judged(asking: _Asking) -> None:
         async with asking.send(early=asking.asked.reads and not request.streamed) as opening:
             finding = UNREAD
             if decision is None:
-                decided = await decide(
-                    asking.judges, asking.asked, opening, record, asking.sent_s, asking.texts, waits=_waits(asking)
-                )
+                async with asking.windows() as windows:
+                    decided = await decide(
+                        asking.judges,
+                        asking.asked,
+                        opening,
+                        record,
+                        asking.sent_s,
+                        asking.texts,
+                        windows,
+                        waits=_waits(asking),
+                    )
                 if decided is None:
                     await asking.pass_on(await opening, UNREAD)
                     return
-                decision, finding = decided
+                decision, finding, asked = decided
+                asking = replace(asking, asked=asked)
             refusal = None
             if decision.action in PASSES or (decision.action != "block" and opening.done()):
                 refusal = await spec_refusal(await opening)

@@ -25,7 +25,7 @@ from guard.policy.schema import LATER, SEVERITY, Stage, detectors_in
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import ApiError
 from guard.proxy.readouts import most_complete
-from guard.proxy.second_pass import PassReader, SecondPassError
+from guard.proxy.second_pass import PassReader, SecondPassError, spec_of
 from guard.proxy.text_reading import LATE, PENDING, Reader, Reading, read_by_each
 from guard.proxy.wire import Frame, Piece
 from guard.telemetry.record import Answered, Moment
@@ -387,7 +387,7 @@ class AnswerJudge:
         if self.conversation.reader is None:
             return Score("unavailable", reason="there is no model to ask")
         try:
-            return one.score_pass(await self.conversation.reader.read(asked))
+            return one.score_pass(await self.conversation.reader.read(asked.messages, spec_of(asked)))
         except SecondPassError as error:
             return Score("unavailable", reason=str(error))
 

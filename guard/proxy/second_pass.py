@@ -1,4 +1,4 @@
-"""The model reads a conversation of a detector's own, through the same upstream as the answer that it is about.
+"""The model reads a conversation of a detector's own, through the same upstream as the request that it is about.
 
 Owns the request for such a pass and what can go wrong with it. Costs the engine the reading of one more prompt, and one
 token. Its prompt is made from the conversation: it is never logged. Never decides anything.
@@ -7,7 +7,7 @@ token. Its prompt is made from the conversation: it is never logged. Never decid
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from detectors.base import SecondPass
@@ -30,27 +30,29 @@ class SecondPassError(Exception):
 
 @dataclass(frozen=True)
 class PassReader:
-    """For one request. ``model``: the one that answered. ``headers``: the client's."""
+    """For one request. ``model``: the one that answers. ``headers``: the client's. ``affinity``: equal for passes that
+    begin alike."""
 
     upstream: Upstream
     model: str
     request_id: str
     headers: Mapping[str, str]
+    affinity: bytes = AFFINITY
 
-    async def read(self, asked: SecondPass) -> Readouts:
+    async def read(self, messages: Sequence[Mapping[str, str]], spec: MiaSpec, suffix: str = ID_SUFFIX) -> Readouts:
         """Raises ``SecondPassError``. Its time is bounded by whoever calls."""
         body = {
             "model": self.model,
-            "messages": [dict(message) for message in asked.messages],
+            "messages": [dict(message) for message in messages],
             "max_tokens": 1,
             "temperature": 0,
-            "vllm_xargs": {"mia": spec_of(asked).to_wire()},
+            "vllm_xargs": {"mia": spec.to_wire()},
         }
         raw = json.dumps(body, separators=(",", ":")).encode("utf-8", "backslashreplace")
-        request_id = self.request_id + ID_SUFFIX
+        request_id = self.request_id + suffix
         try:
             async with self.upstream.ask(
-                chat_form.route, raw, request_id, self.headers, early=False, affinity=AFFINITY
+                chat_form.route, raw, request_id, self.headers, early=False, affinity=self.affinity
             ) as opening:
                 whole = await (await opening).whole()  # type: ignore[union-attr]
         except ApiError as error:

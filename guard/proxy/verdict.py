@@ -24,6 +24,7 @@ from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import ApiError, BlockedError, GuardUnavailableError
 from guard.proxy.readouts import Finding
 from guard.proxy.text_reading import LATE, Reader, Reading, read_by_each
+from guard.proxy.window_passes import WindowPasses
 from guard.proxy.wire import Texts
 from guard.telemetry.record import Beside, RequestRecord
 
@@ -82,25 +83,32 @@ async def decide(
     record: RequestRecord,
     sent_s: float,
     texts: Reading,
+    windows: WindowPasses | None,
     *,
     waits: bool,
-) -> tuple[Decision, Finding] | None:
+) -> tuple[Decision, Finding, Question] | None:
     """The decision, put on the record too, and what it rests on. None when there is nothing to judge: vLLM refused the
     request. Unless it ``waits``, what is not there before the answer counts as missing.
 
     Raises ``ShadowRefusedError``.
     """
-    finding = await _find(judges, asked, opening, judges.hold_s(asked) if waits else 0.0)
+    hold_s = judges.hold_s(asked) if waits else 0.0
+    finding = await _find(judges, asked, opening, hold_s)
     if finding is None:
         return None
+    if windows is not None:
+        # Whoever has windows read waits for them: a score without them is one of another detector.
+        limit_s = sent_s + (hold_s or judges.live.prompt_timeout_s) - time.perf_counter() if waits else 0.0
+        asked = await windows.answered(asked, max(0.0, limit_s), record)
+    ready_s = time.perf_counter() if windows is not None else finding.arrived_s
     if finding.readouts is not None:
         record.upstream_first_byte_s = finding.arrived_s - sent_s
         record.prompt_tokens = finding.readouts.prompt_tokens
     decision = judge(judges, asked, finding, record, texts)
     decided_s = time.perf_counter()
     record.verdict_s = decided_s - sent_s
-    record.own_s += decided_s - finding.arrived_s
-    return decision, finding
+    record.own_s += decided_s - ready_s
+    return decision, finding, asked
 
 
 @dataclass(frozen=True)

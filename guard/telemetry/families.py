@@ -106,6 +106,13 @@ SECOND_PASS = Family(
     {"route": ROUTE},
     ENGINE_BUCKETS_S,
 )
+WINDOW_PASSES = Family(
+    "guard_window_passes_seconds",
+    "histogram",
+    "How long detectors had the model read windows of a prompt once more.",
+    {"route": ROUTE},
+    ENGINE_BUCKETS_S,
+)
 UPSTREAM_FIRST_BYTE = Family(
     "guard_upstream_first_byte_seconds",
     "histogram",
@@ -190,7 +197,7 @@ BUILD_INFO = Family("guard_build_info", "gauge", "1, with the guard's version.",
 PROXY = (
     REQUESTS, IN_FLIGHT, RULE_HITS, RULE_THRESHOLD, SHADOW_DECISIONS,
     DETECTOR_RESULTS, DETECTOR_SCORE, DETECTOR_SECONDS,
-    ADDED_LATENCY, VERDICT, STREAM_HELD, SECOND_PASS, UPSTREAM_FIRST_BYTE, UPSTREAM,
+    ADDED_LATENCY, VERDICT, STREAM_HELD, SECOND_PASS, WINDOW_PASSES, UPSTREAM_FIRST_BYTE, UPSTREAM,
     LIMIT_REFUSALS, LIMIT_FALLBACKS, MALFORMED, LEDGER_ENTRIES, LEDGER_WAITING,
     POLICY_INFO, POLICY_IN_FORCE, POLICY_LOADED, POLICY_RELOADS, KEYS_IN_FORCE, BUILD_INFO,
 )  # fmt: skip

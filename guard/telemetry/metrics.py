@@ -86,6 +86,7 @@ class Metrics:
         self.verdict = histogram(f.VERDICT, registry)
         self.stream_held = histogram(f.STREAM_HELD, registry)
         self.second_pass = histogram(f.SECOND_PASS, registry)
+        self.window_passes = histogram(f.WINDOW_PASSES, registry)
         self.upstream_first_byte = histogram(f.UPSTREAM_FIRST_BYTE, registry)
         self.upstream = histogram(f.UPSTREAM, registry)
         self.in_flight = gauge(f.IN_FLIGHT, registry)
@@ -109,7 +110,7 @@ class Metrics:
             (f.DETECTOR_SCORE, self.detector_scores),
             (f.DETECTOR_SECONDS, self.detector_seconds),
         )
-        self._timed = (self.own, self.verdict, self.stream_held, self.second_pass)
+        self._timed = (self.own, self.verdict, self.stream_held, self.second_pass, self.window_passes)
         for route in routes:
             for by_route in (*self._timed, self.upstream_first_byte, self.upstream, self.in_flight):
                 by_route.labels(route)
@@ -211,6 +212,7 @@ class Metrics:
             (self.verdict, record.verdict_s),
             (self.stream_held, record.held_s),
             (self.second_pass, answer.second_pass_s if answer else None),
+            (self.window_passes, record.window_passes_s),
             (self.upstream_first_byte, record.upstream_first_byte_s),
             (self.upstream, record.upstream_s),
         ):

@@ -106,6 +106,7 @@ class RequestRecord:
     ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens at most, of which each has
     ``most_frame_tokens`` at most; ``seen_tokens``: those that say something, where each has one token.
     ``held_s``: longest time that rules kept a part of a stream back.
+    ``window_passes``: how many windows of the prompt were read once more, and how long that took.
     ``prompt_way``: how the decision on the prompt is carried out.
     ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
     ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``passed``: the path
@@ -161,6 +162,8 @@ class RequestRecord:
     own_s: float = 0.0
     held_s: float | None = None
     verdict_s: float | None = None
+    window_passes: int = 0
+    window_passes_s: float | None = None
     upstream_first_byte_s: float | None = None
     upstream_s: float | None = None
     total_s: float | None = None
@@ -274,10 +277,12 @@ class RequestRecord:
             "status": self.status,
             "captured": None,
             "tokens": {"prompt": self.prompt_tokens, "completion": self.generated_tokens, "charged": self.tokens},
+            "window_passes": self.window_passes,
             "timings_ms": {
                 "total": _ms(self.total_s),
                 "own": _ms(self.own_s),
                 "verdict": _ms(self.verdict_s),
+                "window_passes": _ms(self.window_passes_s),
                 "upstream_first_byte": _ms(self.upstream_first_byte_s),
                 "upstream": _ms(self.upstream_s),
             },
@@ -351,8 +356,10 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "tokens": "Tokens of prompt and completion that the model server told, whatever the client got; of a stream that "
     "told none, about as many as its frames with a text in them that came; null where unknown; charged, what limits "
     "count: with those of answers that a policy had generated again, and a bound for what stayed unknown.",
+    "window_passes": "How many windows of the prompt detectors had the model read once more.",
     "timings_ms": "total; own: the guard's own work before the first byte; verdict: from sending upstream to the "
-    "decision; upstream_first_byte; upstream: until its answer ended.",
+    "decision; window_passes: of it, until the windows were read; upstream_first_byte; upstream: until its answer "
+    "ended.",
 }
 """Each field of a ledger entry and what it means."""
 

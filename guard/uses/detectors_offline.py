@@ -7,9 +7,10 @@ several detectors of a policy share one request; the detectors, and so the score
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from detectors.base import Detector, Score, SecondPass, SecondPassDetector, SpanDetector
+from detectors.base import Detector, Score, SecondPass, SecondPassDetector, SpanDetector, WindowDetector
+from detectors.windows import MORE, passes_of, windowed
 from guard.blank_text import is_blank, mistake_in
 from guard.mia.engine_config import EngineConfig
 from guard.mia.spec import MiaSpec, Span, SpanPositions
@@ -46,10 +47,20 @@ def taps_for(detectors: Sequence[Detector | SecondPassDetector]) -> EngineConfig
 
 
 def score(ask: Ask, detector: Detector, conversations: Sequence[Messages], max_tokens: int = 1) -> list[Scored]:
-    """In order. A detector of answers needs ``max_tokens`` of at least 2."""
+    """In order. A detector of answers needs ``max_tokens`` of at least 2. One with windows has the windows of long
+    conversations read too, all of them together in a second call of ``ask``."""
     spec = spec_of(detector)
     told = ask([(messages, spec) for messages in conversations], max_tokens)
-    return [Scored(_score(detector, one), one.text) for one in told]
+    scored = [Scored(_score(detector, one), one.text) for one in told]
+    if not isinstance(detector, WindowDetector) or detector.windows is None:
+        return scored
+    passes = [passes_of(messages, detector.windows) for messages in conversations]
+    asked = [(list(messages), spec) for of_one, _ in passes for messages in of_one]
+    read = iter(ask(asked, 1) if asked else [])
+    return [
+        replace(one, score=windowed(one.score, [_score(detector, next(read)) for _ in of_one], MORE if more else None))
+        for one, (of_one, more) in zip(scored, passes, strict=True)
+    ]
 
 
 def score_claims(ask: Ask, detector: SecondPassDetector, claims: Sequence[tuple[str, dict[str, str]]]) -> list[Score]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +51,6 @@ def test_equals_the_papers_formula_on_attention_that_transformers_computed(tmp_p
 
     assert score.status == "scored"
     assert score.value == pytest.approx(expected, abs=1e-6)
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_passages_are_in_the_order_of_the_shares_that_they_show_and_windows_score_no_higher(seed: int) -> None:
-    weights = np.random.default_rng(seed).dirichlet(np.full(80, 0.2), len(HEADS)).astype(np.float32)
-    read = readout(weights[:, :10].sum(axis=1), weights[:, 16:].sum(axis=1), weights=weights)
-    score = tracker(windows={"tokens": 8, "stride": 4}).score_spans({CAPTURE: read}, {"data": ((16, 80),)})
-    whole = tracker().score({CAPTURE: read})
-    assert score.value is not None
-    assert whole.value is not None
-    assert score.value <= whole.value + 1e-6
-    shares = [one.weight for one in score.passages]
-    assert len(shares) == 3
-    assert shares == sorted(shares, reverse=True)
-    ends = sorted((one.start, one.end) for one in score.passages)
-    assert all(before[1] <= after[0] for before, after in pairwise(ends))
 
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=6, max_size=6))

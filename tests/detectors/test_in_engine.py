@@ -74,9 +74,7 @@ def detectors(folder: Path) -> dict[str, AnyDetector]:
         made[f"call-{where}"] = call.computed(in_engine=in_engine)
     heads = [[layer - 1, head] for layer, head in HEADS]
     made["focus"] = build(folder / "focus", "attention_tracker", important_heads=heads, generated_tokens=3)
-    made["stretches"] = build(
-        folder / "stretches", "attention_tracker", important_heads=heads, windows={"tokens": 16, "stride": 8}
-    )
+    made["stretches"] = build(folder / "stretches", "attention_tracker", important_heads=heads, windows={})
     return made
 
 
@@ -205,20 +203,25 @@ def test_the_tracker_averages_over_the_last_prompt_token_and_the_first_generated
     assert asked.scores["focus"].value == pytest.approx(1 - (instruction / (instruction + data)).mean(), abs=1e-5)
 
 
-def test_the_trackers_windows_find_the_stretch_of_data_that_draws_most(asked: Asked) -> None:
+def test_the_trackers_passages_are_the_stretches_of_data_with_most_of_the_attention_on_it(asked: Asked) -> None:
     last = attention(asked)[:, asked.prompt - 1]
-    (start, end), = asked.readouts.span_tokens["stretches.data"]  # fmt: skip
-    instruction = last[:, slice(*asked.readouts.span_tokens["stretches.instruction"][0])].sum(axis=1)
-    starts = [*range(start, end - 16, 8), end - 16]
-    masses = np.array([last[:, at : at + 16].sum(axis=1) for at in starts])
-    drift = (masses / (masses + instruction)).mean(axis=1)
-    best = int(np.argmax(drift))
+    ((start, end),) = asked.readouts.span_tokens["stretches.data"]
+    ends = {at: min(at + 64, end) for at in range(start, end, 32)}
+    data = last[:, start:end].sum(axis=1)
+    shares = {at: (last[:, at:stop].sum(axis=1) / data).mean() for at, stop in ends.items()}
     score = asked.scores["stretches"]
-    assert score.value == pytest.approx(drift[best], abs=1e-5)
-    (drawing,) = (one for one in score.passages if (one.start, one.end) == (starts[best], starts[best] + 16))
-    assert drawing.weight == pytest.approx((masses[best] / last[:, start:end].sum(axis=1)).mean(), abs=1e-4)
+    assert score.value == pytest.approx((data / (data + instruction_of(asked, last))).mean(), abs=1e-5)
+    first = score.passages[0]
+    assert (first.start, first.end) == (best := max(shares, key=shares.__getitem__), ends[best])
+    for one in score.passages:
+        assert one.weight == pytest.approx(shares[one.start], abs=1e-4)
     apart = sorted((one.start, one.end) for one in score.passages)
     assert all(a[1] <= b[0] for a, b in pairwise(apart))
+
+
+def instruction_of(asked: Asked, last: np.ndarray) -> np.ndarray:
+    """Of each head, the mass on it."""
+    return last[:, slice(*asked.readouts.span_tokens["stretches.instruction"][0])].sum(axis=1)
 
 
 def test_the_science_classifier_reads_the_normed_last_state_of_its_own_prompt(asked: Asked, tmp_path: Path) -> None:

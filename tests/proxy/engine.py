@@ -41,7 +41,8 @@ class FakeEngine:
     ``scripts``: the answer's words, one script a request, the last for all others; ``frames`` and ``body`` are a stream
     and a whole answer as they are. ``final_logits``: what each request's answer held, in turn, at its one token.
     ``progress``: what h_node's state was at each word of a stream, sent behind it; None sends nothing there.
-    ``pass_state``: the state of every second pass, which ``passes`` counts; None refuses them. Words are tokens for
+    ``pass_state``: the state of every second pass, which ``passes`` counts; None refuses them. ``window_logits``: as
+    ``logit``, of windows that have a word in them; None refuses these; ``windows`` are all. Words are tokens for
     ``/tokenize``; ``token_rows``: how many of them one look inside may read at once. ``probes``: what it says that it
     was started with, and refuses all others of; None: it has no route that says so.
     """
@@ -74,6 +75,9 @@ class FakeEngine:
     pass_state: float | None = None
     pass_delay_s: float = 0.0
     passes: list[dict[str, Any]] = field(default_factory=list)
+    window_logits: dict[str, float | None] = field(default_factory=dict)
+    window_delay_s: float | None = 0.0
+    windows: list[dict[str, Any]] = field(default_factory=list)
     token_rows: int = 1 << 20
     looks: list[dict[str, Any]] = field(default_factory=list)
     look_delay_s: float | None = 0.0
@@ -140,12 +144,15 @@ class FakeEngine:
         if request.headers.get("x-request-id", "").endswith("-pass"):
             return await self._second_pass(body)
         looks = request.headers.get("x-request-id", "").endswith("-inspect")
-        if not looks:
+        of_window = "-pass-" in request.headers.get("x-request-id", "")
+        if not looks and not of_window:
             self.bodies.append(body)
             self.paths.append(request.path)
             self.headers.append({name.lower(): value for name, value in request.headers.items()})
         self.open += 1
         try:
+            if of_window:
+                return await self._window(body)
             return await (self._look_inside(body) if looks else self._answer(request, body))
         except asyncio.CancelledError:
             self.aborted += 1
@@ -161,6 +168,21 @@ class FakeEngine:
             return web.json_response({"error": error}, status=400)
         item = HiddenReadout("complete", 3, 4, 5, np.array([self.pass_state], np.float32))
         event = {"object": EVENT_OBJECT, "readouts": [Readouts({"state": item}, prompt_tokens=5).to_wire()]}
+        raw = self.whole("yes")[:-1] + b',"mia":' + json.dumps(event).encode() + b"}"
+        return web.Response(body=raw, content_type="application/json")
+
+    async def _window(self, body: dict[str, Any]) -> web.Response:
+        self.windows.append(body)
+        await self._sleep(self.window_delay_s)
+        text = body["messages"][-1]["content"]
+        logit = next((logit for word, logit in self.window_logits.items() if word in text), -5.0)
+        if logit is None:
+            return web.json_response({"error": {"message": f"too long: {text}", "code": 400}}, status=400)
+        asked = json.loads(body["vllm_xargs"]["mia"])["hidden"]
+        items: dict[str, Any] = {
+            name: HiddenReadout("complete", 3, 4, 5, np.array([logit], np.float32)) for name in asked
+        }
+        event = {"object": EVENT_OBJECT, "readouts": [Readouts(items, prompt_tokens=5).to_wire()]}
         raw = self.whole("yes")[:-1] + b',"mia":' + json.dumps(event).encode() + b"}"
         return web.Response(body=raw, content_type="application/json")
 

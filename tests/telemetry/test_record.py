@@ -27,7 +27,8 @@ def test_a_decision_is_told_with_its_rules_scores_and_reasons() -> None:
 
 def test_times_are_milliseconds_and_none_when_it_did_not_come_to_it() -> None:
     assert blocked().to_entry()["timings_ms"] == {
-        "total": 32.1, "own": 0.4, "verdict": 30.0, "upstream_first_byte": 29.0, "upstream": 31.0,
+        "total": 32.1, "own": 0.4, "verdict": 30.0, "window_passes": None, "upstream_first_byte": 29.0,
+        "upstream": 31.0,
     }  # fmt: skip
     assert record().to_entry()["timings_ms"]["verdict"] is None
 

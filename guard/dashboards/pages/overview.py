@@ -144,13 +144,15 @@ LATENCY = Row(
         ),
         Panel(
             "Kept back in streams, and second passes",
-            "The longest time that a part of a judged stream waited; how long answers waited to be read again.",
+            "The longest time that a part of a judged stream waited; how long answers waited to be read again, and "
+            "prompts for their windows.",
             (
                 Query(quantile(0.99, "guard_stream_held_seconds", JOB), "held p99"),
                 Query(quantile(0.99, "guard_second_pass_seconds", JOB), "second pass p99"),
+                Query(quantile(0.99, "guard_window_passes_seconds", JOB), "windows p99"),
             ),
             "s",
-            empty="no rule judged a stream, or had the model read an answer",
+            empty="no rule judged a stream, or had the model read an answer or windows",
         ),
         Panel(
             "Upstream",

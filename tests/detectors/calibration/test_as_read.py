@@ -95,18 +95,20 @@ def test_a_probe_of_the_highest_token_is_calibrated_and_hits_what_its_file_says(
 
 
 @pytest.mark.parametrize(
-    ("params", "answer_tokens"), [({"windows": {"tokens": 16, "stride": 8}}, 0), ({"generated_tokens": 3}, 3)]
+    ("params", "answer_tokens"),
+    [({"windows": {"characters": 60, "stride": 30}}, 0), ({"generated_tokens": 3}, 3)],
 )
 def test_what_is_not_kept_of_rows_is_evaluated_as_it_is_served(
     tiny: Tiny, params: dict[str, Any], answer_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = tiny.folder / f"configs{answer_tokens}"
     write(configs / "attention_tracker", "attention_tracker", important_heads=HEADS, **params)
+    of_probe = {name: value for name, value in params.items() if name == "windows"}
     weight = np.random.default_rng(5).normal(size=2 * tiny.size).astype(np.float32) / 8
     linear = {"weight": weight, "bias": np.array([0.25], np.float32)}
     write(
         configs / "probe", "probe", linear,
-        layers=[1, 3], hidden_size=tiny.size, pooling="max",
+        layers=[1, 3], hidden_size=tiny.size, pooling="max", **of_probe,
     )  # fmt: skip
     command = ("eval", "--model-configs", str(configs), "--out", str(tiny.folder / "report"))
     outcome = tiny.run(*command)
@@ -123,6 +125,8 @@ def test_what_is_not_kept_of_rows_is_evaluated_as_it_is_served(
     monkeypatch.setattr(material, "offline_reader", lambda *_: pytest.fail("everything was there"))
     assert tiny.run(*command).exit_code == 0
     assert tiny.report()["detectors"] == first["detectors"]
+    windows = [line for line in outcome.output.splitlines() if "the highest of each row and its windows" in line]
+    assert [line.partition(":")[0] for line in windows] == (["probe", "attention_tracker"] if of_probe else [])
 
 
 def alone(tiny: Tiny, detector: Any, rows: list[Row], tokens: int) -> list[float]:
@@ -134,7 +138,9 @@ def alone(tiny: Tiny, detector: Any, rows: list[Row], tokens: int) -> list[float
 
 
 def test_what_an_engine_that_runs_has_no_taps_or_room_for_is_told(tmp_path: Path) -> None:
-    tracker = AttentionTracker.load(write(tmp_path / "t", "attention_tracker", important_heads=HEADS, windows={}))
+    tracker = AttentionTracker.load(
+        write(tmp_path / "t", "attention_tracker", important_heads=HEADS, generated_tokens=2)
+    )
     zeros = {"weight": np.zeros(4, np.float32), "bias": np.zeros(1, np.float32)}
     pooled = {
         name: write(tmp_path / name, "probe", zeros, layers=[2], hidden_size=4, pooling=name)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,23 @@ def test_rows_that_were_read_are_not_read_again_nor_is_an_engine_opened_for_them
         raise AssertionError("everything was there")
 
     read_features(rows_of(6), store, nothing_to_open)
+
+
+def test_rows_that_another_run_reads_meanwhile_and_rows_that_come_twice_are_not_read_again(tmp_path: Path) -> None:
+    store, other = FeatureStore("m", PLAN, tmp_path), CountingReader()
+    rows = rows_of(ROWS_AT_ONCE + 2)
+
+    class Together(CountingReader):
+        def read(self, conversations: Any, specs: list[MiaSpec], answer_tokens: int) -> list[Readouts]:
+            # An engine that is asked for nothing sends nothing.
+            assert all(spec.asks for spec in specs)
+            read_features(rows[-1:], FeatureStore("m", PLAN, tmp_path), other.opened)
+            return super().read(conversations, specs, answer_tokens)
+
+    reader = Together()
+    features = read_features([*rows, rows[0]], store, reader.opened)
+    assert (reader.seen, other.seen) == (list(range(ROWS_AT_ONCE + 1)), [ROWS_AT_ONCE + 1])
+    assert features.hidden[:, 0, 0].tolist() == [*map(float, range(ROWS_AT_ONCE + 2)), 0.0]
 
 
 def test_another_model_or_plan_reads_for_itself(tmp_path: Path) -> None:

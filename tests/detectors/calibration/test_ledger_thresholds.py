@@ -224,6 +224,17 @@ def test_scores_that_are_no_finite_numbers_are_other_lines(config: Path) -> None
     assert "900 scores of injection" in outcome.output
 
 
+def test_scores_that_may_be_higher_than_they_are_set_nothing(config: Path) -> None:
+    """As of a prompt whose windows were not all read."""
+    low = {**line(0.001), "detectors": {"injection": "scored: not all windows were read in time"}}
+    whole = [{**one, "detectors": {"injection": "scored"}} for one in spread(900, 0.2, 0.4)]
+    outcome = run(config, ledger_of(config, [low] * 900 + whole))
+    assert outcome.exit_code == 0, outcome.output
+    assert "900 scores of injection" in outcome.output
+    assert "901 other lines" in outcome.output
+    assert Probe.load(config).thresholds["fpr_1pct"] == pytest.approx(0.4, abs=0.01)
+
+
 @pytest.mark.parametrize("content", ["[1]", "[" * 100_000, "\xff"])
 def test_a_detectors_file_that_is_none_is_one_line(config: Path, content: str) -> None:
     ledger = ledger_of(config, [line(0.1)])

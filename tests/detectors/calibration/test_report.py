@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from detectors.attention_tracker import AttentionTrackerConfig
-from detectors.calibration.report import BEGIN, END, EVALUATION, markdown, renew
+from detectors.calibration.report import BEGIN, END, EVALUATION, fresh, renew
 from detectors.calibration.sets.catalogue import cards
 from detectors.model_config import load_model_config
 from detectors.probe import ProbeConfig
@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[3]
 
 def test_the_documents_table_is_not_stale() -> None:
     document = (ROOT / "docs" / "detectors.md").read_text(encoding="utf-8")
-    fresh = renew(document, markdown(ROOT / "bench" / "results"))
-    assert document == fresh, "run: python -m detectors.calibration.report docs/detectors.md bench/results"
+    assert document == fresh(document, ROOT / "bench" / "results"), (
+        "run: python -m detectors.calibration.report docs/detectors.md bench/results"
+    )
 
 
 def test_the_first_weakness_says_on_which_sets_the_probe_falls_short() -> None:
