@@ -79,6 +79,10 @@ BUILT_IN: dict[str, Builder] = {
 }
 
 
+READ_THE_END = frozenset(("attention_tracker", "probe", "tool_call_risk"))
+"""Built-in kinds that read the prompt's last token, unless their file says otherwise."""
+
+
 def detector_kinds() -> tuple[str, ...]:
     return tuple(sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))}))
 

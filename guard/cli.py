@@ -66,12 +66,11 @@ ProxyModel = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(envvar="GUARD_CONFIG", help="File of settings in YAML. Default: none.", rich_help_panel=OTHER),
+    typer.Option(help="File of settings in YAML. Default: none.", rich_help_panel=OTHER),
 ]
 PolicyFile = Annotated[
     Path | None,
     typer.Option(
-        envvar="GUARD_POLICY",
         help="Policy file, or a folder with selection.yaml; shipped default if not given.",
         rich_help_panel=GUARDING,
     ),
@@ -79,7 +78,6 @@ PolicyFile = Annotated[
 Host = Annotated[
     str | None,
     typer.Option(
-        envvar="GUARD_HOST",
         help="Address of the proxy; other than loopback needs API keys. Default: 127.0.0.1.",
         rich_help_panel=LISTENING,
     ),
@@ -87,7 +85,6 @@ Host = Annotated[
 Port = Annotated[
     int | None,
     typer.Option(
-        envvar="GUARD_PORT",
         min=1,
         max=65535,
         help="Port that the proxy listens on. Default: 8080.",
@@ -98,7 +95,6 @@ EnginePort = Annotated[int, typer.Option(min=1, max=65535, help="Port that vLLM 
 Ledger = Annotated[
     Path | None,
     typer.Option(
-        envvar="GUARD_LEDGER",
         help="File that gets one JSON line for each request. Default: in the state folder.",
         rich_help_panel=GUARDING,
     ),
@@ -106,7 +102,6 @@ Ledger = Annotated[
 Keys = Annotated[
     Path | None,
     typer.Option(
-        envvar="GUARD_KEYS",
         help="File of API keys, made by guard keys create. Without it no key is asked for.",
         rich_help_panel=ACCESS,
     ),
@@ -114,7 +109,6 @@ Keys = Annotated[
 RedisUrl = Annotated[
     str | None,
     typer.Option(
-        envvar="GUARD_REDIS_URL",
         help="Redis that counts limits for all replicas, as redis://HOST:6379/0. Default: each process for itself.",
         rich_help_panel=ACCESS,
     ),
@@ -122,7 +116,6 @@ RedisUrl = Annotated[
 Workers = Annotated[
     int | None,
     typer.Option(
-        envvar="GUARD_WORKERS",
         min=1,
         help="Processes that the proxy runs in, on the same port; one uses at most one core. Default: 1.",
         rich_help_panel=LISTENING,
@@ -131,7 +124,6 @@ Workers = Annotated[
 AdminPort = Annotated[
     int | None,
     typer.Option(
-        envvar="GUARD_ADMIN_PORT",
         min=1,
         max=65535,
         help="Port of the admin API, on loopback unless admin_host says otherwise. Default: none.",
@@ -140,13 +132,9 @@ AdminPort = Annotated[
 ]
 TlsCert = Annotated[
     Path | None,
-    typer.Option(
-        envvar="GUARD_TLS_CERT", help="Certificate in PEM: HTTPS. Default: none, HTTP.", rich_help_panel=LISTENING
-    ),
+    typer.Option(help="Certificate in PEM: HTTPS. Default: none, HTTP.", rich_help_panel=LISTENING),
 ]
-TlsKey = Annotated[
-    Path | None, typer.Option(envvar="GUARD_TLS_KEY", help="Its private key in PEM.", rich_help_panel=LISTENING)
-]
+TlsKey = Annotated[Path | None, typer.Option(help="Its private key in PEM.", rich_help_panel=LISTENING)]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -158,6 +146,12 @@ Set = Annotated[
 ]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Let vLLM compile the model: a slow start, faster answers.")]
 DemoPort = Annotated[int, typer.Option(min=1, max=65535, help="Port that the proxy listens on.")]
+DoctorPolicy = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="GUARD_POLICY", help="Policy file, or a folder with selection.yaml; shipped default if not given."
+    ),
+]
 DoctorHost = Annotated[str, typer.Option(envvar="GUARD_HOST", help="Address that the proxy would listen on.")]
 DoctorPort = Annotated[
     int, typer.Option(envvar="GUARD_PORT", min=1, max=65535, help="Port that the proxy would listen on.")
@@ -231,7 +225,6 @@ def proxy(
     upstream: Annotated[
         str | None,
         typer.Option(
-            envvar="GUARD_UPSTREAM",
             metavar="URL[,URL...]",
             help="Base URL of a vLLM server that has the plugin, for example http://gpu:8000; several serve the same "
             "model; empty: none. Default: http://127.0.0.1:8001.",
@@ -287,7 +280,7 @@ def demo(
 @app.command(epilog=DOCTOR_END)
 def doctor(
     model: Model = "smollm2-135m",
-    policy: PolicyFile = None,
+    policy: DoctorPolicy = None,
     host: DoctorHost = "127.0.0.1",
     port: DoctorPort = 8080,
     engine_port: EnginePort = 8001,
@@ -351,7 +344,8 @@ def model_list() -> None:
 
 
 def _given(*, set_: list[str] | None, **named: object) -> dict[str, Any]:
-    """The settings that options give, by name. Ends the command for a ``--set`` that is no assignment."""
+    """The settings that options give, by name; the environment is read with the others (``guard.settings``), so that
+    each option counts before it. Ends the command for a ``--set`` that is no assignment."""
     given = {name: value for name, value in named.items() if value is not None}
     for one in set_ or ():
         name, equals, value = one.partition("=")

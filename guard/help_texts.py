@@ -4,7 +4,8 @@ from __future__ import annotations
 
 _SETTINGS = (
     "A setting that is given in several ways counts in this order: option, environment variable, file of --config, "
-    "default. docs/api.md lists all settings. A value that cannot be used stops the start, with its name."
+    "default. A variable's name is GUARD_ and the setting's in capitals: GUARD_PORT. docs/api.md lists all settings. "
+    "A value that cannot be used stops the start, with its name."
 )
 _STOPPING = (
     "SIGTERM and Ctrl-C stop it: /readyz says draining, after drain_delay_s no connection is taken any more, answers "

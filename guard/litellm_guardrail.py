@@ -19,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,44 +28,29 @@ import aiohttp
 from fastapi import HTTPException
 from litellm.integrations.custom_guardrail import CustomGuardrail, log_guardrail_information
 from litellm.types.guardrails import GuardrailEventHooks
+from litellm.types.router import CredentialLiteLLMParams
+from litellm.types.utils import StandardCallbackDynamicParams
 
 from guard.data import data_folder
+from guard.litellm_answer import Part, parts_of, whole_part
+from guard.litellm_request import View, view_of
 from guard.policy import Decision, Judges, PolicyError, Question, bind, build_detectors, load_policy
 from guard.policy.judges import judges
-from guard.proxy.body import OURS, GuardedRequest, check_size
+from guard.proxy.body import OURS
 from guard.proxy.chat import redacted_and_routed
 from guard.proxy.client_threads import ClientThreads, TextThreads
-from guard.proxy.embeddings import embeddings_form
+from guard.proxy.embeddings import NOT_READ, as_decided, embeddings_form, prompts_of
 from guard.proxy.errors import ApiError
 from guard.proxy.judging import AnswerJudge
 from guard.proxy.readouts import Finding, from_event, split_field
-from guard.proxy.shown_texts import AROUND
+from guard.proxy.text_judged import joined_of, judged_each
 from guard.proxy.verdict import judge, read_texts
-from guard.proxy.wire import Form, Frame, Texts
-from guard.proxy.wire_choices import chat_form, completions_form
-from guard.proxy.wire_messages import messages_form
-from guard.proxy.wire_responses import responses_form
+from guard.proxy.wire_choices import chat_form
 from guard.telemetry.record import RequestRecord
 
-FORMS: Mapping[str, Texts] = {
-    **dict.fromkeys(("completion", "acompletion"), chat_form),
-    **dict.fromkeys(("text_completion", "atext_completion"), completions_form),
-    **dict.fromkeys(("responses", "aresponses"), responses_form),
-    **dict.fromkeys(("embeddings", "embedding", "aembedding"), embeddings_form),
-    "anthropic_messages": messages_form,
-}
-"""LiteLLM's names of the calls that a policy can judge."""
+KEYS_OF_OTHERS = frozenset((*StandardCallbackDynamicParams.__annotations__, *CredentialLiteLLMParams.model_fields))
+"""Fields by which LiteLLM, or an operator's settings of a team, say where and as whom providers and logs are asked."""
 
-ANSWERS: Mapping[str, Form | None] = {
-    "ModelResponse": chat_form,
-    "ModelResponseStream": chat_form,
-    "TextCompletionResponse": completions_form,
-    "ResponsesAPIResponse": responses_form,
-    "EmbeddingResponse": None,
-}
-"""LiteLLM's classes of answers; None: no text is in it."""
-
-TEXTS = ("messages", "system", "prompt", "input", "instructions", *AROUND)
 ACTIONS = ("block", "flag", "redact")
 NO_ENGINE = "no vLLM with the plugin is configured for this guardrail (engine)"
 NOTE = "mia_guard"
@@ -76,7 +62,8 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
 
     ``config_key`` and ``model_configs``: the calibrations, as the proxy's settings of these names. ``engine``: base URL
     of a vLLM with the plugin and the taps that the policy needs, ``engine_model`` its model's name if that is not the
-    client's, ``engine_api_key_env`` the environment variable with its key. Other options are LiteLLM's.
+    client's, ``engine_api_key_env`` the environment variable with its key. ``harmless_fields``: further fields of
+    requests that no model reads; those that the guard does not know are refused. Other options are LiteLLM's.
 
     Raises ``PolicyError``, for rules too that LiteLLM has no way for: those that steer, retry or route, and those of a
     stage that the guardrail's mode leaves out.
@@ -90,6 +77,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         engine: str | None = None,
         engine_model: str | None = None,
         engine_api_key_env: str | None = None,
+        harmless_fields: Sequence[str] = (),
         **options: Any,
     ) -> None:
         hooks = [GuardrailEventHooks.pre_call, GuardrailEventHooks.post_call]
@@ -105,6 +93,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         folder = Path(model_configs) if model_configs else data_folder("model_configs")
         self._judges: Judges = judges(bind(loaded, build_detectors(loaded, config_key, folder)), None)
         self._threads = ClientThreads()
+        self._harmless = frozenset((*harmless_fields, *KEYS_OF_OTHERS))
         self._engine = engine.rstrip("/").removesuffix("/v1") if engine else ""
         self._engine_model = engine_model
         key = os.environ.get(engine_api_key_env) if engine_api_key_env else None
@@ -117,34 +106,25 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
         self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
     ) -> dict[str, Any]:
         """Judge a request. The same ``data`` goes on, with the texts that rules redact replaced."""
-        form = FORMS.get(call_type)
-        if form is None:
-            raise HTTPException(400, {"error": f"calls of the kind {call_type} cannot be guarded"})
-        fields = {name: data[name] for name in TEXTS if name in data}
-        request = GuardedRequest(form, fields | {"model": str(data.get("model"))})
-        try:
-            check_size(request.fields)
-            form.check(request.fields)
-        except ApiError as error:
-            raise HTTPException(error.status, {"error": str(error)}) from None
-        decision = await self._decide(request, self._threads_of(user_api_key_dict))
-        data.setdefault("metadata", {})[NOTE] = _note(decision)
+        with _told():
+            view = view_of(call_type, data, self._harmless)
+        threads = self._threads_of(user_api_key_dict)
+        decision = await (self._embed if view.request.form is embeddings_form else self._decide)(view, threads)
+        data.setdefault(_notes_in(data), {})[NOTE] = _note(decision)
         if decision.action == "block":
             raise _blocked(decision)
-        changed = redacted_and_routed(request, decision, self._judges).fields
-        data.update({name: changed[name] for name in fields})
         return data
 
     async def async_post_call_success_hook(self, data: dict[str, Any], user_api_key_dict: Any, response: Any) -> Any:
         """Judge a whole answer."""
-        if not self._judges.judges_answers or (form := _form_of(response)) is None:
+        if not self._judges.judges_answers:
             return response
-        fields = response if isinstance(response, dict) else response.model_dump()
-        frame = Frame(b"", fields, None, form.pieces(fields))
-        await self._judge_answer([frame], self._threads_of(user_api_key_dict))
-        if not frame.changed:
+        with _told():
+            part = whole_part(response)
+        if part is None:
             return response
-        return fields if isinstance(response, dict) else type(response)(**fields)
+        await self._judge_answer([part], self._threads_of(user_api_key_dict))
+        return part.back()
 
     async def async_post_call_streaming_iterator_hook(
         self, user_api_key_dict: Any, response: AsyncIterator[Any], request_data: dict[str, Any]
@@ -155,20 +135,15 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
                 yield chunk
             return
         chunks = [chunk async for chunk in response]
-        frames = []
-        for chunk in chunks:
-            form = _form_of(chunk)
-            assert form is not None, "embeddings do not stream"
-            fields = chunk.model_dump()
-            choices = [choice for choice, _ in form.parts(fields)]
-            frames.append(Frame(b"", fields, choices[0] if choices else None, form.pieces(fields)))
-        await self._judge_answer(frames, self._threads_of(user_api_key_dict))
-        for chunk, frame in zip(chunks, frames, strict=True):
-            yield type(chunk)(**(frame.data or {})) if frame.changed else chunk
+        with _told():
+            parts = parts_of(chunks)
+        await self._judge_answer(parts, self._threads_of(user_api_key_dict))
+        for part in parts:
+            yield part.back()
 
     async def async_post_call_response_headers_hook(self, data: dict[str, Any], **_: Any) -> dict[str, str]:
         """What was decided, under the proxy's names."""
-        note = (data.get("metadata") or {}).get(NOTE)
+        note = (data.get(_notes_in(data)) or {}).get(NOTE)
         if note is None:
             return {}
         headers = {"x-guard-policy": self._judges.live.label, "x-guard-action": note["action"]}
@@ -177,26 +152,37 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
     def _threads_of(self, user_api_key_dict: Any) -> TextThreads:
         return self._threads.of(getattr(user_api_key_dict, "api_key", None))
 
-    async def _decide(self, request: GuardedRequest[Texts], threads: TextThreads) -> Decision:
-        live, roles, route = self._judges.live, request.roles, request.form.route
+    async def _decide(self, view: View, threads: TextThreads) -> Decision:
+        request, live = view.request, self._judges.live
+        roles, route = request.roles, request.form.route
         reads = self._engine and route == chat_form.route
         asked = self._judges.ask(roles, request.unplaced)
         if not reads:
             asked = self._judges.ask_unread(roles, NO_ENGINE, request.unplaced)
-        reading = self._read(request, asked) if asked.reads else _nothing()
+        reading = self._read(view, asked) if asked.reads else _nothing()
         texts, finding = await asyncio.gather(read_texts(self._judges, request, threads), reading)
-        return judge(self._judges, asked, finding, RequestRecord(route, live.name, live.hash), texts)
+        decision = judge(self._judges, asked, finding, RequestRecord(route, live.name, live.hash), texts)
+        view.take(redacted_and_routed(request, decision, self._judges))
+        return decision
 
-    async def _read(self, request: GuardedRequest[Texts], asked: Question) -> Finding:
+    async def _embed(self, view: View, threads: TextThreads) -> Decision:
+        """Each prompt by itself, as the proxy does."""
+        found = await judged_each(self._judges, prompts_of(view.request), NOT_READ, threads)
+        view.take(await as_decided(view.request, [one.decision for one in found], self._judges, threads))
+        return joined_of(self._judges, found).decision
+
+    async def _read(self, view: View, asked: Question) -> Finding:
         """One token of an answer that nobody gets, for the readouts of its prompt."""
-        fields = {**request.fields, "max_tokens": 1, "vllm_xargs": {OURS: asked.wire}}
+        fields = {**view.prompt, "max_tokens": 1, "vllm_xargs": {OURS: asked.wire}}
         if self._engine_model is not None:
             fields["model"] = self._engine_model
         limit_s = self._judges.hold_s(asked) or self._judges.live.prompt_timeout_s
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=limit_s)) as session,
-                session.post(self._engine + request.form.route, json=fields, headers=self._engine_headers) as answer,
+                session.post(
+                    self._engine + view.request.form.route, json=fields, headers=self._engine_headers
+                ) as answer,
             ):
                 body = await answer.read()
         except TimeoutError:
@@ -208,16 +194,16 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
             return Finding(None, f"the engine sent no readouts (status {answer.status})")
         return from_event(event, time.perf_counter())
 
-    async def _judge_answer(self, frames: list[Frame], threads: TextThreads) -> None:
+    async def _judge_answer(self, parts: Sequence[Part], threads: TextThreads) -> None:
         """Takes out of an answer's parts what rules redact. Raises for a block."""
         answer = AnswerJudge(self._judges, self._judges.ask_unread((), NO_ENGINE), None, NO_ENGINE, threads)
-        for frame in frames:
-            answer.add(frame)
+        for part in parts:
+            answer.add(part.frame)
         decision = (await answer.check(complete=True)).decision
         if decision.action == "block":
             raise _blocked(decision)
-        for frame in frames:
-            answer.redact(frame)
+        for part in parts:
+            answer.redact(part.frame)
 
 
 def _hooks(mode: Any) -> set[str] | None:
@@ -231,14 +217,18 @@ async def _nothing() -> Finding:
     return Finding(None, NO_ENGINE)
 
 
-def _form_of(answer: Any) -> Form | None:
-    """Raises for an answer in which nobody knows where texts are: it cannot be let pass unread."""
-    if isinstance(answer, dict) and answer.get("type") == "message":
-        return messages_form
-    name = type(answer).__name__
-    if name not in ANSWERS:
-        raise HTTPException(502, {"error": f"answers of the kind {name} cannot be guarded"})
-    return ANSWERS[name]
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors as LiteLLM wants them."""
+    try:
+        yield
+    except ApiError as error:
+        raise HTTPException(error.status, {"error": str(error)}) from None
+
+
+def _notes_in(data: dict[str, Any]) -> str:
+    """In some APIs ``metadata`` is the client's, and goes to the model server."""
+    return "litellm_metadata" if "litellm_metadata" in data else "metadata"
 
 
 def _note(decision: Decision) -> dict[str, Any]:

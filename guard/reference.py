@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from guard.proxy.body import MAX_DEPTH, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
+from guard.proxy.body import MAX_CHOICES, MAX_DEPTH, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
 from guard.proxy.embeddings import MAX_PROMPTS, MAX_REPEATED
 from guard.proxy.errors import ApiError
 from guard.settings import PREFIX, Settings
@@ -65,7 +65,8 @@ request. So is what vLLM fails at or reads as somebody else's: items of other ty
 assistant's turn, and a message of role `system` that is not the first or stands beside `system`.
 
 A request has at most MAX_MESSAGES messages or items, MAX_PARTS parts of messages, MAX_TOOLS tools, MAX_TOOLS functions,
-and MAX_VALUES texts, fields, lists and objects at any depth, which is MAX_DEPTH at most; more is a 400.
+MAX_CHOICES choices (`n`, `best_of`), and MAX_VALUES texts, fields, lists and objects at any depth, which is MAX_DEPTH
+at most; more is a 400.
 
 Of several texts or conversations in one of `/v1/embeddings` each is judged by itself. They are at most MAX_PROMPTS, and
 what stands beside them (tools, `chat_template_kwargs`) has at most MAX_REPEATED characters, counted once for each. The
@@ -82,7 +83,7 @@ and `retry-after-ms`. No others pass, in either direction.
 
 `/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `policy` and
 `policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), `limits` (`local`,
-`shared`, or `degraded` while Redis does not answer), and `ledger` (`ok`, or `degraded` while entries cannot be written,
+`shared`, or `degraded` while Redis does not count), and `ledger` (`ok`, or `degraded` while entries cannot be written,
 which wait in memory; still ready).
 
 A request line and its headers may have 64 KiB together and 128 headers, else 431 and the connection is closed, before
@@ -222,6 +223,7 @@ def _head() -> str:
         "MAX_TOOLS": MAX_TOOLS,
         "MAX_VALUES": MAX_VALUES,
         "MAX_DEPTH": MAX_DEPTH,
+        "MAX_CHOICES": MAX_CHOICES,
     }
     return re.sub(r"MAX_[A-Z]+", lambda name: f"{limits[name[0]]:,}", HEAD)
 

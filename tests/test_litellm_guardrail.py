@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -15,11 +16,12 @@ import openai
 import pytest
 from fastapi import HTTPException
 
+from detectors import registry
 from guard.litellm_guardrail import MiaGuardrail
 from guard.machine import free_port
 from guard.policy import PolicyError
 from tests.proxy.conftest import BLOCKED, write_probe
-from tests.proxy.detectors import register
+from tests.proxy.detectors import Share, register
 from tests.proxy.engine import FakeEngine, running
 from tests.servers import end, wait_ready
 
@@ -113,6 +115,115 @@ async def test_every_field_that_a_template_may_show_is_read(make: Make, field: s
     data = {**request("hello"), field: value}
     await make().async_pre_call_hook(user_api_key_dict=None, cache=None, data=data, call_type="acompletion")
     assert "hide" in data["metadata"]["mia_guard"]["rules"]
+
+
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+SECRET: list[dict[str, Any]] = [{"role": "user", "content": "the secret"}]
+UNJUDGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "messages twice": ("acompletion", {**HELLO, "extra_body": {"messages": SECRET}}),
+    "a prompt twice": ("atext_completion", {"prompt": "a", "extra_body": {"prompt": "the secret"}}),
+    "an input twice": ("aresponses", {"input": "a", "extra_body": {"input": "the secret"}}),
+    "bodies in bodies": ("acompletion", {**HELLO, "extra_body": {"extra_body": {"messages": SECRET}}}),
+    "no object": ("acompletion", {**HELLO, "extra_body": "the secret"}),
+    "a template": ("acompletion", {**HELLO, "chat_template": "the secret"}),
+    "a template beside": ("acompletion", {**HELLO, "extra_body": {"chat_template": "the secret"}}),
+    "an answer to go on with": ("acompletion", {**HELLO, "continue_final_message": True}),
+    "what the guard asks": ("acompletion", {**HELLO, "vllm_xargs": {"mia": "{}"}}),
+    "what it asks, beside": ("acompletion", {**HELLO, "extra_body": {"vllm_xargs": {"mia": "{}"}}}),
+    "embeds": ("atext_completion", {"prompt": "a", "prompt_embeds": "AAAA"}),
+    "another conversation": ("aresponses", {"input": "a", "previous_response_id": "resp_1"}),
+    "a stored prompt": ("aresponses", {"input": "a", "prompt": {"id": "p", "variables": {"x": "secret"}}}),
+    "a managed prompt": ("acompletion", {**HELLO, "prompt_id": "p", "prompt_variables": {"x": "secret"}}),
+    "another request": ("acompletion", {**HELLO, "fallbacks": [{"model": "m", "messages": SECRET}]}),
+    "another's messages": ("acompletion", {**HELLO, "context_window_fallbacks": [{"m": SECRET}]}),
+    "another API's prompt": ("atext_completion", {"prompt": "a", "messages": SECRET}),
+    "another API's system": ("acompletion", {**HELLO, "system": "the secret"}),
+    "another provider's": ("acompletion", {**HELLO, "system_instruction": "the secret"}),
+    "its prompt": ("acompletion", {**HELLO, "extra_body": {"contents": [{"parts": [{"text": "the secret"}]}]}}),
+    "anything": ("acompletion", {**HELLO, "unheard_of": ["the secret"]}),
+    "too many answers": ("acompletion", {**HELLO, "n": 129}),
+    "a kind of call": ("anew", HELLO),
+}
+
+
+@pytest.mark.parametrize("name", list(UNJUDGED))
+async def test_what_nobody_can_judge_is_refused_and_not_passed(make: Make, name: str) -> None:
+    """Also under a policy that lets pass what cannot be measured."""
+    call_type, fields = UNJUDGED[name]
+    with pytest.raises(HTTPException) as refused:
+        await pre_call(make(), {"model": "tiny", "metadata": {}, **copy.deepcopy(fields)}, call_type)
+    assert refused.value.status_code == 400
+    assert "rule" not in refused.value.detail["error"].split(":")[0]
+
+
+async def test_texts_in_the_extra_body_are_judged_and_redacted_there(make: Make) -> None:
+    data = {"model": "tiny", "extra_body": {"messages": copy.deepcopy(SECRET), "chat_template_kwargs": {"a": "secret"}}}
+    data |= {"metadata": {}, "extra_headers": {"a": "b"}, "user": "a", "fallbacks": ["b", {"a": ["b"]}, {"model": "c"}]}
+    await pre_call(make(), data, "acompletion")
+    assert data["extra_body"]["messages"][0]["content"] == "[gone]"
+    assert data["extra_body"]["chat_template_kwargs"] == {"a": "[gone]"}
+    assert "messages" not in data
+
+
+async def test_fields_that_litellm_adds_and_those_that_an_operator_knows_pass(make: Make) -> None:
+    added: dict[str, Any] = {
+        "proxy_server_request": {"body": {"messages": SECRET}}, "secret_fields": object(), "litellm_call_id": "a",
+        "litellm_logging_obj": object(), "_litellm_strip_stream_usage": True, "success_callback": ["langfuse"],
+        "langfuse_public_key": "a", "litellm_trusted_callback_vars": {"langfuse_public_key": "a"}, "tags": ["a"],
+        "aws_region_name": "a", "cache": {}, "timeout": 3, "extra_headers": {"a": "b"}, "litellm_session_id": "a",
+    }  # fmt: skip
+    data = {**request("hello"), **added}
+    await pre_call(make(), data, "acompletion")
+    assert data["metadata"]["mia_guard"]["rules"] == ["stop"]
+    data = {**request("hello"), "unheard_of": "a"}
+    await pre_call(make(harmless_fields=["unheard_of"]), data, "acompletion")
+    assert data["unheard_of"] == "a"
+
+
+async def test_the_engine_reads_the_prompt_that_is_judged(make: Make) -> None:
+    async with running(FakeEngine()) as engine:
+        beside = {"chat_template_kwargs": {"a": "b"}, "reasoning_effort": "high", "stop": ["x"]}
+        data = {**request("hello"), "n": 3, "stream": True, "extra_body": beside}
+        await pre_call(make(engine=engine.url), data, "acompletion")
+        (body,) = engine.bodies
+    assert (body["chat_template_kwargs"], body["reasoning_effort"]) == ({"a": "b"}, "high")
+    assert not body.keys() & {"n", "stream", "extra_body", "metadata"}
+
+
+@pytest.mark.parametrize("call_type", ["aresponses", "anthropic_messages"])
+async def test_nothing_is_written_where_a_client_s_own_metadata_stands(make: Make, call_type: str) -> None:
+    fields: dict[str, Any] = {"input": "a"} if call_type == "aresponses" else {**HELLO}
+    data = {"model": "tiny", "metadata": {"a": "b"}, "litellm_metadata": {}, **fields}
+    await pre_call(make(), data, call_type)
+    assert data["metadata"] == {"a": "b"}
+    headers = await make().async_post_call_response_headers_hook(data=data, user_api_key_dict=None, response=None)
+    assert headers["x-guard-rules"] == "stop"
+
+
+SHARE = """\
+version: 1
+name: share
+detectors: {leak: {kind: share, config: tiny}}
+rules: [{name: stop, when: {detector: leak, at_least: 0.5}, action: block}]
+"""
+
+
+async def test_each_text_that_is_embedded_is_judged_and_redacted_by_itself(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As by the proxy: many clean ones do not make up for one that is not."""
+    monkeypatch.setitem(registry.BUILT_IN, "share", lambda _path: Share())
+    (tmp_path / "model_configs" / "share").mkdir()
+    (tmp_path / "model_configs" / "share" / "tiny.json").write_text("{}")
+    clean = ["A long text about the weather in spring. " * 20] * 20
+    data: dict[str, Any] = {"model": "tiny", "metadata": {}, "input": ["the secret", *clean]}
+    await pre_call(make(), data, "aembedding")
+    assert data["input"] == ["[gone]", *clean]
+    assert data["metadata"]["mia_guard"]["rules"] == ["stop", "hide"]
+    for given in (["bad", *clean], [*clean, "bad"], "bad"):
+        with pytest.raises(HTTPException, match="rule stop"):
+            await pre_call(make(SHARE), {"model": "tiny", "metadata": {}, "input": given}, "aembedding")
+    await pre_call(make(SHARE), {"model": "tiny", "metadata": {}, "input": clean}, "aembedding")
 
 
 SCOPED = """\
@@ -229,6 +340,85 @@ async def test_answers_are_redacted_where_a_rule_says_so(make: Make) -> None:
     chunks = [chunk_of("the sec"), chunk_of("ret is out")]
     seen = [c async for c in guardrail.async_post_call_streaming_iterator_hook(None, stream_of(chunks), {})]
     assert "".join(chunk.choices[0].delta.content for chunk in seen) == "the # is out"
+
+
+def sse(*events: dict[str, Any]) -> bytes:
+    return b"".join(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in events)
+
+
+def message_stream(*words: str) -> list[Any]:
+    """As LiteLLM passes it on: bytes, cut anywhere."""
+    head = {"id": "m", "type": "message", "role": "assistant", "model": "t", "content": [], "stop_reason": None}
+    raw = sse(
+        {"type": "message_start", "message": {**head, "usage": {"input_tokens": 1, "output_tokens": 0}}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        *({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": w}} for w in words),
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
+        {"type": "message_stop"},
+    )
+    return [raw[:50], raw[50:333].decode(), raw[333:]]
+
+
+def response_stream(*words: str) -> list[Any]:
+    """As LiteLLM passes it on: objects, one class for each kind of event."""
+    from litellm.types.llms import openai as events
+
+    text = "".join(words)
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [part]}
+    response = {"id": "resp_1", "object": "response", "created_at": 1, "model": "t", "status": "completed"}
+    response |= {"parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "error": None}
+    at = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+    return [
+        events.ResponseCreatedEvent(type="response.created", response={**response, "output": []}),
+        *(events.OutputTextDeltaEvent(type="response.output_text.delta", **at, delta=word) for word in words),
+        events.OutputTextDoneEvent(type="response.output_text.done", **at, text=text),
+        events.ContentPartDoneEvent(type="response.content_part.done", **at, part=part),
+        events.OutputItemDoneEvent(type="response.output_item.done", output_index=0, sequence_number=1, item=item),
+        events.ResponseCompletedEvent(type="response.completed", response={**response, "output": [item]}),
+    ]
+
+
+def shown(chunks: list[Any]) -> str:
+    """All that a client would get of a stream."""
+    texts = (one.decode() if isinstance(one, bytes) else one for one in chunks)
+    return "".join(one if isinstance(one, str) else one.model_dump_json() for one in texts)
+
+
+@pytest.mark.parametrize("stream", [message_stream, response_stream])
+async def test_streams_of_every_api_are_judged(make: Make, stream: Callable[..., list[Any]]) -> None:
+    def through(guardrail: MiaGuardrail, *words: str) -> AsyncIterator[Any]:
+        return guardrail.async_post_call_streaming_iterator_hook(None, stream_of(stream(*words)), {})
+
+    passed = [one async for one in through(make(), "all ", "fine")]
+    assert shown(passed) == shown(stream("all ", "fine"))
+    with pytest.raises(HTTPException, match="No leaks"):
+        await anext(through(make(), "the se", "cret"))
+    redacting = make(POLICY.replace("action: block, message: No leaks.", 'action: redact, redact: {replacement: "#"}'))
+    redacted = [one async for one in through(redacting, "the se", "cret is out")]
+    assert [type(one) for one in redacted] == [type(one) for one in passed]
+    text = shown(redacted)
+    assert "cret" not in text
+    assert "#" in text
+    assert " is out" in text
+
+
+@pytest.mark.parametrize("chunks", [[b"data: {nonsense\n\n"], [b"data: {}\n\n", 1], [1], [b"data: {}"] * 2])
+async def test_a_stream_that_cannot_be_read_does_not_pass(make: Make, chunks: list[Any]) -> None:
+    with pytest.raises(HTTPException) as refused:
+        await anext(make().async_post_call_streaming_iterator_hook(None, stream_of(chunks), {}))
+    assert refused.value.status_code == 502
+
+
+async def test_what_litellm_hides_in_an_answer_is_not_judged_and_stays(make: Make) -> None:
+    message = {"id": "m", "type": "message", "role": "assistant", "content": [{"type": "text", "text": "fine"}]}
+    message["_hidden_params"] = {"group": "secret"}
+    assert await make().async_post_call_success_hook({}, None, message) == message
+    redacting = make(POLICY.replace("action: block, message: No leaks.", 'action: redact, redact: {replacement: "#"}'))
+    message["content"] = [{"type": "text", "text": "a secret"}]
+    changed = await redacting.async_post_call_success_hook({}, None, message)
+    assert (changed["content"][0]["text"], changed["_hidden_params"]) == ("a #", {"group": "secret"})
 
 
 def chunk_of(text: str) -> Any:

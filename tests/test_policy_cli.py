@@ -189,6 +189,16 @@ def test_lint_finds_rules_that_never_hit_and_versions_that_are_none(tmp_path: Pa
         "  - {name: r, when: {not: {detector: a, at_least: 95}}, action: block}\n"
     )
     assert "note: rule r: a never scores 95" in guard("lint", tmp_path / "p.yaml").output
+    (tmp_path / "p.yaml").write_text(
+        "version: 1\nname: p\ndetectors: {a: {kind: probe}, t: {kind: attention_tracker}}\nrules:\n"
+        "  - {name: r, when: {detector: a, below: 0}, action: block}\n"
+        "  - name: s\n    when: {detector: t, at_least: 0.5}\n    action: steer\n"
+        "    steer: [{vector: v, layer: 3, coefficient: 1, phase: decode}]\n"
+        "    gate: {detector: t, span: data, above: 2}\n"
+    )
+    told = guard("lint", tmp_path / "p.yaml").output
+    assert "note: rule r: a never scores below 0" in told
+    assert "note: rule s: its gate never opens" in told
     for kind in ("nosuch", "probes"):
         (tmp_path / "kind.yaml").write_text(POLICY.replace("kind: fake", f"kind: {kind}", 1))
         done = guard("lint", tmp_path / "kind.yaml")

@@ -30,6 +30,7 @@ from guard.policy.gates import steering_of
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.measuring import Measurement, Question, Steering, measurement, question, with_combined
 from guard.policy.schema import DetectorUse, Rule, Stage, Streaming, detectors_in
+from guard.policy.waits import Waits, waits_of
 
 log = logging.getLogger("guard.policy")
 
@@ -43,8 +44,8 @@ class BoundPolicy:
 
     ``spec``: everything that its detectors may read, words of spans in place. ``hold_s``: how long an answer is held
     for scores at most, 0 when no enforced rule needs any; ``prompt_timeout_s``: how long scores are worth recording.
-    ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short. ``capture``: what
-    may be kept of the texts.
+    ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short. ``waits``: how long rules
+    wait for each detector. ``capture``: what may be kept of the texts.
     """
 
     name: str
@@ -62,6 +63,7 @@ class BoundPolicy:
     digests: Mapping[str, str]
     streaming: Streaming
     window_tokens: int
+    waits: Waits
     capture: Capture | None = None
 
     @cached_property
@@ -280,6 +282,7 @@ def bind(
         digests=digests(loaded, {name: fingerprint_of(detector) for name, detector in detectors.items()}),
         streaming=policy.streaming,
         window_tokens=policy.window_tokens,
+        waits=waits_of(rules, policy.prompt_timeout_s),
         capture=policy.capture,
     )
     _check_inputs(loaded, bound)

@@ -13,14 +13,15 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from detectors.base import Score
+from detectors.registry import READ_THE_END
 from guard.policy.compiled import Thresholds, compile_rules
 from guard.policy.conditions import DetectorName, NoTruth, Section, Version
-from guard.policy.conversation import matches
+from guard.policy.conversation import ends_behind_others, matches
 from guard.policy.engine import CompiledRule, decide
 from guard.policy.loading import LoadedPolicy, load_policy
-from guard.policy.measuring import OUT_OF_SCOPE
+from guard.policy.measuring import BEHIND_OTHERS, OUT_OF_SCOPE, at_least
 from guard.policy.policy_set import TESTS_SUFFIX
-from guard.policy.schema import Action, RuleName, Stage
+from guard.policy.schema import Action, DetectorUse, RuleName, Stage
 from guard.policy.yaml_file import PolicyError, locate, message_at, read_mapping, validated
 
 NoScore = Literal["unavailable", "timeout", "not_applicable"]
@@ -58,8 +59,9 @@ class Case(Section):
     `not_applicable`. A detector that is not named is unavailable."""
 
     roles: tuple[str, ...] = ()
-    """The messages' roles, where a detector's `scope` matters; a detector out of its scope is not applicable, whatever
-    its score here. Default: every detector applies."""
+    """The messages' roles, where they matter: a detector out of its `scope` is not applicable, whatever its score here;
+    behind the assistant's or the system's last message the score of a `probe`, an `attention_tracker` or a
+    `tool_call_risk` is one that may be higher, as for requests. Default: every detector applies, and sees all."""
 
     stage: Stage = "prompt"
     """Which rules are judged."""
@@ -131,6 +133,8 @@ def run_cases(path: Path) -> Report:
     cases = validated(root, Cases)
     named = cases.policy or path.name.removesuffix(TESTS_SUFFIX) + ".yaml"
     loaded = load_policy(path.parent / named)
+    if unknown := sorted(cases.thresholds.keys() - loaded.policy.detectors.keys()):
+        raise PolicyError(message_at(root, ("thresholds", unknown[0]), _no_such(unknown[0], loaded)))
     rules = compile_rules(loaded, cases.thresholds)
     outcomes, hit = [], set[str]()
     for i, case in enumerate(cases.tests):
@@ -149,14 +153,26 @@ def run_cases(path: Path) -> Report:
 def _scores(case: Case, loaded: LoadedPolicy, thresholds: Thresholds) -> dict[str, Score]:
     uses = loaded.policy.detectors
     if unknown := sorted(case.scores.keys() - uses.keys()):
-        raise ValueError(f"the policy has no detector {unknown[0]!r}; it has {', '.join(uses) or 'none'}")
+        raise ValueError(_no_such(unknown[0], loaded))
     found = {name: _score(value, thresholds.get(name, {})) for name, value in case.scores.items()}
+    if case.stage == "prompt" and ends_behind_others(case.roles):
+        found = {name: at_least(one, BEHIND_OTHERS) if _reads_end(name, uses) else one for name, one in found.items()}
     out = {
         name: Score("not_applicable", reason=OUT_OF_SCOPE)
         for name, use in uses.items()
         if case.roles and use.scope and not matches(use.scope, case.roles)
     }
     return found | out
+
+
+def _reads_end(name: str, uses: Mapping[str, DetectorUse]) -> bool:
+    """Also what combines scores of such detectors."""
+    use = uses[name]
+    return use.kind in READ_THE_END or any(_reads_end(one, uses) for one in use.inputs.values())
+
+
+def _no_such(name: str, loaded: LoadedPolicy) -> str:
+    return f"the policy has no detector {name!r}; it has {', '.join(loaded.policy.detectors) or 'none'}"
 
 
 def _score(value: float | str, thresholds: Mapping[str, float]) -> Score:

@@ -70,6 +70,9 @@ def lint(
     return int(failed)
 
 
+BETWEEN = "its scores lie between 0 and 1"
+
+
 def remarks(policy: Policy) -> list[str]:
     """What is no mistake and still worth a look."""
     return [*_unused(policy), *_never(policy)]
@@ -78,12 +81,30 @@ def remarks(policy: Policy) -> list[str]:
 def _never(policy: Policy) -> list[str]:
     """Scores of built-in kinds lie between 0 and 1."""
     built_in = {name for name, use in policy.detectors.items() if use.kind in BUILT_IN}
-    return [
-        f"rule {rule.name}: {bound.detector} never scores {bound.at_least:g}: its scores lie between 0 and 1"
+    bounds = [
+        (rule.name, bound)
         for rule in policy.rules
         for bound in (bounds_of(rule.when) if rule.when is not None else ())
-        if bound.detector in built_in and isinstance(bound.at_least, float) and bound.at_least > 1
+        if bound.detector in built_in
     ]
+    never = [
+        f"rule {rule}: {bound.detector} never scores {bound.at_least:g}: {BETWEEN}"
+        for rule, bound in bounds
+        if isinstance(bound.at_least, float) and bound.at_least > 1
+    ]
+    never += [
+        f"rule {rule}: {bound.detector} never scores below {bound.below:g}: {BETWEEN}"
+        for rule, bound in bounds
+        if isinstance(bound.below, float) and bound.below <= 0
+    ]
+    # Of a probe a gate reads the logit, which may be anything; of attention the mass.
+    gates = [(rule.name, rule.gate) for rule in policy.rules if rule.gate is not None and rule.gate.span is not None]
+    never += [
+        f"rule {rule}: its gate never opens: attention lies between 0 and 1"
+        for rule, gate in gates
+        if (gate.above is not None and gate.above >= 1) or (gate.below is not None and gate.below <= 0)
+    ]
+    return never
 
 
 def _unused(policy: Policy) -> list[str]:

@@ -32,9 +32,11 @@ HIDDEN = frozenset(("Cc", "Cf", "Cn", "Co", "Me", "Mn"))
 WORDS_APART = "\t\n\r"
 SMALL_CAPITAL = "LATIN LETTER SMALL CAPITAL "
 CHANGED_LETTER = re.compile(
-    r"LATIN (SMALL|CAPITAL) LETTER (?:LONG |DOTLESS |SCRIPT |OPEN |REVERSED |TURNED )*([A-Z])(?: WITH .+| BAR)?"
+    r"LATIN (?:(SMALL|CAPITAL|EPIGRAPHIC) )?(?:CAPITAL )?LETTER (?:(?!WITH|SHARP|LETTER)[A-Z-]+ )*"
+    r"([A-Z])(?: WITH .+| BAR| ROTUNDA| LONGA)?"
 )
-"""Names of letters with a hook, a stroke or a tail, or on their heads, which no decomposition takes off."""
+"""Names of letters with a hook, a stroke or a tail, of another hand, or on their heads, which no decomposition takes
+off."""
 
 ENCLOSED_LETTER = re.compile(
     r"(?:.+ )?(?:CIRCLED|SQUARED|PARENTHESIZED|BRACKETED|INDICATOR SYMBOL)(?: LATIN)?"
@@ -52,9 +54,14 @@ ALIKE_TOO = {
     **dict(zip("\u0432\u043a\u043c\u043d\u0442\u043f\u0438\u0437\u044c", "bkmhtnue" + "b", strict=True)),
     **dict(zip("\u03b5\u03ba\u03c4\u03b7\u03c9\u03c7\u03bc\u03b2\u03c5", "ektnwxubu", strict=True)),
     **dict(zip("\u0259\u0138\u04cf", "ekl", strict=True)),
+    **dict(zip("\u0454\u0404\u04d9\u04d8", "eEeE", strict=True)),
+    **dict(zip("\u2c81\u2c83\u2c89\u2c8d\u2c8f\u2c93\u2c95\u2c99\u2c9b", "abezhikmn", strict=True)),
+    **dict(zip("\u2c9f\u2ca1\u2ca3\u2ca5\u2ca7\u2ca9\u2cad\u2cb1", "onpctyxw", strict=True)),
+    **dict(zip("\u2c80\u2c82\u2c88\u2c8c\u2c8e\u2c94\u2c98\u2c9a", "ABEZHKMN", strict=True)),
+    **dict(zip("\u2c9e\u2ca2\u2ca4\u2ca6\u2ca8\u2cac\u2cb0", "OPCTYXW", strict=True)),
 }
 """Letters that look like ASCII ones in a word though no table of Unicode's says so of a single letter: of Cyrillic,
-Greek and Latin."""
+Greek, Latin and Coptic."""
 
 CHARACTERS = 0x110000
 """In Unicode, unassigned ones included."""
@@ -153,7 +160,7 @@ def _look_alike(character: str) -> str | None:
         return letter.lower()
     for names in (CHANGED_LETTER, ENCLOSED_LETTER):
         if (named := names.fullmatch(name)) is not None:
-            return named[2].lower() if named[1] == "SMALL" else named[2]
+            return named[2].lower() if named[1] == "SMALL" or SMALL_CAPITAL in f"{name} " else named[2]
     if len(same := unicodedata.normalize("NFKD", character)) == 1 and same.isascii() and same.isalnum():
         return same
     return ALIKE_TOO.get(character) or _look_alikes().get(character)
@@ -183,7 +190,21 @@ def _look_alikes() -> dict[str, str]:
 
     found = {}
     for character, alike in confusables.confusables_data.items():
-        plain = (entry["c"] for entry in alike if len(entry["c"]) == 1 and entry["c"].isascii())
-        if not character.isascii() and (letter := next((one for one in plain if one.isalnum()), None)):
+        others = [entry["c"] for entry in alike if len(entry["c"]) == 1]
+        plain = (one for one in others if one.isascii() and one.isalnum())
+        letter = None if character.isascii() else next(plain, None)
+        if letter is None and _is_single_letter(character):
+            letter = next(filter(None, map(_changed, others)), None)
+        if letter is not None:
             found[character] = letter
     return found
+
+
+def _is_single_letter(character: str) -> bool:
+    return not character.isascii() and character.isalpha() and unicodedata.normalize("NFKD", character) == character
+
+
+def _changed(alike: str) -> str | None:
+    """The letter of a look-alike that only looks like one in ASCII itself: a small capital, or one of ``ALIKE_TOO``."""
+    letter = unicodedata.name(alike, "").removeprefix(SMALL_CAPITAL)
+    return letter.lower() if len(letter) == 1 else ALIKE_TOO.get(alike)

@@ -14,9 +14,11 @@ from detectors.base import Score
 from guard.policy.loading import same_measurement
 from guard.policy.over_time import Spread
 from guard.policy.schema import Contract
+from guard.policy.waits import Waits
 from guard.telemetry.ledger_reader import Entry, LedgerReadError, cut, entries, find_all
 
 MOST_NAMED = 5
+WAITED = ("prompt", "answer")
 
 UNDECIDED = "none"
 """The action of a request that did not come to a decision."""
@@ -56,7 +58,9 @@ class Recorded:
     engine told of its gate. ``contract``: what its policy said of streams; None where it is none, or the line does not
     say so. ``whole_action``: of prompt and answer. ``answers``: those that were generated again,
     then the last; none where no rule judged answers. ``way``: how the decision on the prompt was carried out; None
-    where the line does not say so.
+    where the line does not say so. ``waits``: how long scores were waited for; None where the line does not say so.
+    ``prompt_s``: how long it took at most until those of the prompt were there, or the wait was over; ``total_s``: how
+    long the request took. Both None where nothing says so.
 
     ``digests``: by detector's name, what was measured; empty in lines of versions that did not write them, where names
     are all there is to go by.
@@ -81,6 +85,9 @@ class Recorded:
     route: str = ""
     outcome: str = ""
     way: str | None = None
+    waits: Waits | None = None
+    prompt_s: float | None = None
+    total_s: float | None = None
 
     @property
     def policy_name(self) -> str:
@@ -149,9 +156,21 @@ def _recorded(entry: Entry) -> Recorded | None:
             route=str(entry.get("route")),
             outcome=str(entry.get("outcome")),
             way=_text(entry.get("prompt_way")),
+            waits=None if (told := entry.get("waits")) is None else Waits(*(_seconds(told[at]) for at in WAITED)),
+            prompt_s=_longest_s(entry, "own", "verdict"),
+            total_s=_longest_s(entry, "total"),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _seconds(told: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(wait_s) for name, wait_s in told.items()}
+
+
+def _longest_s(entry: Entry, *names: str) -> float | None:
+    timings = entry.get("timings_ms") or {}
+    return max((timings[name] / 1000 for name in names if timings.get(name) is not None), default=None)
 
 
 def _contract(told: Mapping[str, Any]) -> Contract:

@@ -14,12 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from detectors.base import Score
 from guard.policy.engine import CompiledRule, Decision, decide
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.over_time import Outcome, Spread, decide_answer
 from guard.policy.recorded import UNDECIDED, Recorded, RecordedAnswer
 from guard.policy.schema import LATER, SEVERITY, Contract, Stage, detectors_in
 from guard.policy.selection import PLAYGROUND
+from guard.policy.waits import Waits, same_in_time, waits_of
 from guard.policy.way import CHANGING, acting_in, way_of
 
 FailOn = Literal["any", "looser", "stricter"]
@@ -30,6 +32,8 @@ ANEW = ("retry", "route")
 
 WITHOUT_ANSWER = ("refused", "guard_unavailable", "upstream_error", "upstream_unavailable", "internal_error")
 """Outcomes of requests that got no answer from the model, where the entry has none that was judged."""
+
+IN_TIME = "whether scores of {} would have come in time"
 
 NOT_JUDGED = ("/v1/embeddings", "/v1/rerank")
 """Routes without an answer in words."""
@@ -63,7 +67,8 @@ class RuleAlone:
 class Replayed:
     """What came out. ``undecided``: requests that ended before a decision; ``incomplete``: those whose entry lacks a
     score that the candidate reads, by detector in ``not_measured``, or something else, in ``not_told``;
-    ``otherwise``: how many of ``not_measured`` have a score under the detector's name that was measured in another way;
+    ``otherwise``: how many of ``not_measured`` have a score under the detector's name that was measured in another way,
+    ``unjudged``: of how many no rule judged the answer;
     ``never_measured``: detectors of enforced rules of which no line has a score; ``alone``: rules that could be judged
     on incomplete ones; ``outranked``: compared ones that lack a score which could not have changed the action;
     ``prompts_alone``: compared ones of which only the decision on the prompt is known, since it is another one;
@@ -79,6 +84,7 @@ class Replayed:
     not_measured: Counter[str] = field(default_factory=Counter)
     not_told: Counter[str] = field(default_factory=Counter)
     otherwise: Counter[str] = field(default_factory=Counter)
+    unjudged: Counter[str] = field(default_factory=Counter)
     never_measured: tuple[str, ...] = ()
     alone: dict[str, RuleAlone] = field(default_factory=dict)
     outranked: int = 0
@@ -120,6 +126,7 @@ class Replayed:
             "undecided": self.undecided,
             "not_measured": dict(self.not_measured),
             "measured_otherwise": dict(self.otherwise),
+            "answers_unjudged": dict(self.unjudged),
             "never_measured": list(self.never_measured),
             "not_told": dict(self.not_told),
             "rules_alone": {name: {"judged": one.judged, "hits": dict(one.hits)} for name, one in self.alone.items()},
@@ -142,6 +149,7 @@ class _Candidate:
 
     label: str
     contract: Contract
+    waits: Waits
     rules: Sequence[CompiledRule]
     measured_as: Mapping[Stage, Mapping[str, str]]
 
@@ -156,11 +164,14 @@ class _Candidate:
 
 class _NotToldError(Exception):
     """A request cannot be decided again. ``missing``: detectors that the ledger has no score of; the message says what
-    else is missing."""
+    else is missing. ``named``: those that have a score there, measured in another way; ``unjudged``: no rule judged the
+    answer."""
 
-    def __init__(self, reason: str = "", missing: Iterable[str] = ()) -> None:
+    def __init__(
+        self, reason: str = "", missing: Iterable[str] = (), *, named: Iterable[str] = (), unjudged: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.missing = sorted(missing)
+        self.missing, self.named, self.unjudged = sorted(missing), set(named), unjudged
 
 
 class _NotJudgedError(Exception):
@@ -190,6 +201,7 @@ def replay(
     candidate = _Candidate(
         loaded.label,
         loaded.policy.contract,
+        waits_of(rules, loaded.policy.prompt_timeout_s),
         rules,
         {at: {name: measures[name] for name in names} for at, names in read.items()},
     )
@@ -210,7 +222,8 @@ def replay(
             except _NotToldError as why:
                 result.incomplete += 1
                 result.not_measured.update(why.missing)
-                result.otherwise.update(name for name in why.missing if _is_named(entry, name))
+                result.otherwise.update(name for name in why.missing if name in why.named)
+                result.unjudged.update(why.missing if why.unjudged else [])
                 result.not_told.update([str(why)] if str(why) else [])
             except _NotJudgedError as why:
                 result.not_judged[str(why)] += 1
@@ -263,8 +276,9 @@ def _of_prompt(result: Replayed, candidate: _Candidate, entry: Recorded) -> Deci
     """What the candidate decides on the prompt. Raises ``_NotToldError`` where a score is missing that could change
     what is done, and notes what the other rules say by themselves."""
     found = {name: entry.score(name, digest) for name, digest in candidate.measured_as["prompt"].items()}
-    missing = {name for name, score in found.items() if score is None}
-    scores = {name: score for name, score in found.items() if score is not None}
+    doubtful = _doubtful(candidate, entry, found)
+    missing = {name for name, score in found.items() if score is None or name in doubtful}
+    scores = {name: score for name, score in found.items() if score is not None and name not in doubtful}
     if not missing:
         return decide(candidate.rules, scores)
     here = [one for one in candidate.rules if one.rule.stage == "prompt"]
@@ -278,7 +292,22 @@ def _of_prompt(result: Replayed, candidate: _Candidate, entry: Recorded) -> Deci
         alone.judged += 1
         if one.verdict(scores).value:
             alone.hits[entry.action] += 1
-    raise _NotToldError(missing=missing)
+    if doubtful == missing:
+        raise _NotToldError(IN_TIME.format(", ".join(sorted(doubtful))))
+    raise _NotToldError(missing=missing - doubtful, named=entry.scores)
+
+
+def _doubtful(candidate: _Candidate, entry: Recorded, scores: Mapping[str, Score | None]) -> set[str]:
+    """Detectors of which nobody knows whether they would have had these scores of the prompt in the time that the
+    candidate gives them."""
+    if entry.policy == candidate.label:
+        return set()
+    before = {} if entry.waits is None else entry.waits.prompt
+    return {
+        name
+        for name, score in scores.items()
+        if score is not None and not same_in_time(candidate.waits.prompt[name], before.get(name), entry.prompt_s, score)
+    }
 
 
 def _changes_nothing(one: CompiledRule, decision: Decision) -> bool:
@@ -296,11 +325,6 @@ def _scored(candidate: _Candidate, entry: Recorded) -> set[str]:
         if entry.score(name, digest) is not None
         or any(answer.spread(name, digest, end=True) is not None for answer in entry.answers)
     }
-
-
-def _is_named(entry: Recorded, name: str) -> bool:
-    """Whether the entry has a score under this name, however it was measured."""
-    return name in entry.scores or any(name in answer.end for answer in entry.answers)
 
 
 def _note_contract(result: Replayed, contract: Contract, entry: Recorded) -> None:
@@ -323,7 +347,8 @@ def _of_answers(result: Replayed, candidate: _Candidate, entry: Recorded) -> lis
     if not entry.answers:
         if entry.action == "block" or entry.outcome in WITHOUT_ANSWER or entry.route in NOT_JUDGED:
             return []
-        raise _NotToldError(missing={name for stage in LATER for name in candidate.measured_as[stage]})
+        missing = {name for stage in LATER for name in candidate.measured_as[stage]}
+        raise _NotToldError(missing=missing, unjudged=True)
     if entry.streamed and any(one.complete is None for one in entry.answers):
         raise _NotToldError("lines of an older version, which has the first scores of a stream")
     if len(entry.answers) <= entry.attempts:
@@ -331,7 +356,9 @@ def _of_answers(result: Replayed, candidate: _Candidate, entry: Recorded) -> lis
     decisions: list[Decision] = []
     attempts: Counter[str] = Counter()
     for i, answer in enumerate(entry.answers):
-        outcome = decide_answer(candidate.rules, *_spreads(candidate, answer))
+        spreads = _spreads(candidate, answer)
+        _check_in_time(candidate, entry, *(one for one in spreads if one is not None))
+        outcome = decide_answer(candidate.rules, *spreads)
         if outcome.unsure:
             raise _NotToldError(f"which scores met while the answer grew, for rule {outcome.unsure[0]}")
         _check_times(entry, answer, outcome)
@@ -357,6 +384,18 @@ def _of_answers(result: Replayed, candidate: _Candidate, entry: Recorded) -> lis
         if not again:
             break
     return decisions
+
+
+def _check_in_time(candidate: _Candidate, entry: Recorded, *spreads: Mapping[str, Spread]) -> None:
+    """Raises ``_NotToldError`` where nobody knows whether scores of an answer would have come in time."""
+    if entry.policy == candidate.label:
+        return
+    before = {} if entry.waits is None else entry.waits.answer
+    for spread in spreads:
+        for name, one in spread.items():
+            scores = [score for score in (one.lowest, one.highest, *one.without) if score is not None]
+            if not same_in_time(candidate.waits.answer[name], before.get(name), entry.total_s, *scores):
+                raise _NotToldError(IN_TIME.format(name))
 
 
 def _check_times(entry: Recorded, answer: RecordedAnswer, outcome: Outcome) -> None:
@@ -395,7 +434,7 @@ def _spreads(candidate: _Candidate, answer: RecordedAnswer) -> tuple[dict[str, S
         if stage == "stream" or ended
     }  # fmt: skip
     if missing := {name for found in read.values() for name, one in found.items() if one is None}:
-        raise _NotToldError(missing=missing)
+        raise _NotToldError(missing=missing, named=answer.end)
     told = {stage: {name: one for name, one in found.items() if one is not None} for stage, found in read.items()}
     return told["stream"], told.get("output")
 

@@ -43,6 +43,9 @@ def summary(result: Replayed) -> list[str]:
                 f"    {name}: {count} have one of this name, of another kind, spans, scope, inputs or file"
                 for name, count in result.otherwise.most_common()
             ]
+            lines += [
+                f"    {name}: of {count} the answer was not judged" for name, count in result.unjudged.most_common()
+            ]
             lines += [f"    {_alone(name, one)}" for name, one in result.alone.items()]
         lines += [f"  {count} requests cannot be decided again: not told: {why}"
                   for why, count in result.not_told.most_common()]  # fmt: skip

@@ -196,9 +196,14 @@ def fits(match: Match, facts: RequestFacts) -> bool:
         (not match.keys or facts.key_hash in match.keys)
         and (not match.tenants or facts.tenant in match.tenants)
         and (not match.routes or facts.route in match.routes)
-        and (not match.models or (facts.model is not None and any(fnmatchcase(facts.model, m) for m in match.models)))
+        and (not match.models or (facts.model is not None and any(_is_like(facts.model, m) for m in match.models)))
         and all(headers.get(name) in values for name, values in match.headers.items())
     )
+
+
+def _is_like(model: str, pattern: str) -> bool:
+    """Only ``*`` and ``?`` stand for others: names of models may have brackets."""
+    return fnmatchcase(model, pattern.replace("[", "[[]"))
 
 
 def _is_in_share(assignment: Assignment, facts: RequestFacts) -> bool:

@@ -41,7 +41,7 @@ class Admission:
         self._releasing: set[asyncio.Task[None]] = set()
 
     async def limits_status(self) -> str:
-        """Where limits are counted: ``local``, or ``shared``, or ``degraded`` while Redis does not answer."""
+        """Where limits are counted: ``local``, or ``shared``, or ``degraded`` while Redis does not count."""
         if self._shared is None:
             return "local"
         return "shared" if await self._shared.answers() else "degraded"
@@ -127,6 +127,7 @@ def judges_for(policies: PolicyStore, exchange: Exchange, model: str | None) -> 
         log.error("request %s of key %s: %s", record.request_id, caller.key_id, error)
         raise GuardUnavailableError("this key's policy is not loaded") from None
     record.policy, record.policy_hash = judges.live.name, judges.live.hash
+    record.waits = judges.live.waits
     exchange.judges = judges
     return judges
 

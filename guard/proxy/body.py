@@ -21,7 +21,7 @@ from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.shown_texts import IDS
 from guard.proxy.turn_marks import marks_turns, may_mark_turns
-from guard.proxy.wire import Slot, Texts, is_number
+from guard.proxy.wire import Slot, Texts, is_number, whole_number
 
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
@@ -40,6 +40,10 @@ MAX_PARTS = 20_000
 
 MAX_TOOLS = 2_000
 """Most tools, or functions, of one request."""
+
+NUMBERS_OF_CHOICES = ("n", "best_of")
+MAX_CHOICES = 128
+"""Most choices of one answer, as OpenAI has it: each is judged, charged and, when a rule ends it, ended by itself."""
 
 MAX_VALUES = 100_000
 """Most texts, fields, lists and objects in a body, at any depth: each may be a text of its own to judge, however short.
@@ -268,11 +272,18 @@ async def parsed(form: F, raw: bytes, threads: TextThreads) -> GuardedRequest[F]
 def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     """Raises ``InvalidRequestError`` that names the field; never another exception."""
     fields = _parse_object(raw)
+    request = checked(form, fields)
+    form.check_served(fields)
+    # Worked out here, where nobody else waits while a long text is searched.
+    return request.worked_out()
+
+
+def checked(form: F, fields: dict[str, Any]) -> GuardedRequest[F]:
+    """A request with these fields, whoever serves it. Raises ``InvalidRequestError`` that names the field."""
     check_size(fields)
     if not isinstance(fields.get("model"), str) or not fields["model"]:
         raise InvalidRequestError("model must be a string that is not empty", "model")
     form.check(fields)
-    form.check_served(fields)
     if not isinstance(fields.get("stream"), bool | None):
         raise InvalidRequestError("stream must be true or false", "stream")
     xargs = fields.get("vllm_xargs")
@@ -283,8 +294,7 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
             f"vllm_xargs.{taken[0]} is set by the guard alone; remove it", f"vllm_xargs.{taken[0]}"
         )
     _check_guardable(fields)
-    # Here nobody else waits while a long text is searched.
-    return GuardedRequest(form, fields).worked_out()
+    return GuardedRequest(form, fields)
 
 
 def _check_guardable(fields: dict[str, Any]) -> None:
@@ -304,6 +314,8 @@ def _check_values(prefix: str, found: dict[str, Any], harmless: dict[str, tuple[
 
 def check_size(fields: dict[str, Any]) -> None:
     """Raises ``InvalidRequestError`` for more than a request may have: each takes time, in the guard and in vLLM."""
+    for name in NUMBERS_OF_CHOICES:
+        _check_choices(name, fields.get(name))
     for name, most in (("tools", MAX_TOOLS), ("functions", MAX_TOOLS), ("messages", MAX_MESSAGES)):
         _check_length(name, fields.get(name), most)
     messages, given = _messages_in(fields.get("messages")), _messages_in(fields.get("input"))
@@ -330,6 +342,13 @@ def check_size(fields: dict[str, Any]) -> None:
                 raise InvalidRequestError(f"the body has more than {MAX_VALUES} texts, fields, lists and objects")
             below += [inner for inner in found if not isinstance(inner, str)]
         level = below
+
+
+def _check_choices(name: str, value: Any) -> None:
+    """What the engine would read as another number than the guard must not reach it."""
+    choices = 1 if value is None else whole_number(value)
+    if choices is None or choices > MAX_CHOICES:
+        raise InvalidRequestError(f"{name} must be a whole number, and at most {MAX_CHOICES}", name)
 
 
 def _messages_in(value: Any) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ from guard.policy import Decision, Judges
 from guard.policy.judged_paths import EMBEDDINGS
 from guard.policy.schema import Redaction
 from guard.proxy.body import GuardedRequest
-from guard.proxy.chat import as_decided, redactions_of
+from guard.proxy.chat import as_decided as one_as_decided
+from guard.proxy.chat import redactions_of
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError, RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
@@ -199,12 +200,12 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     if steers := next((one for one in decisions if one.action in STEERS), None):
         raise SteeringError(f"rule {steers.rule} steers, which an embedding cannot be")
     threads = services.threads.of(exchange.caller.key_hash)
-    request = await _as_decided(request, decisions, judges, threads)
+    request = await as_decided(request, decisions, judges, threads)
     await request.written(threads)
     await exchange.until_client_leaves(_embed(services, exchange, request))
 
 
-async def _as_decided(
+async def as_decided(
     request: GuardedRequest[Texts], decisions: Sequence[Decision], judges: Judges, threads: TextThreads
 ) -> GuardedRequest[Texts]:
     """Each prompt as its own decision has it. Raises ``RoutingError`` where they are for several models."""
@@ -213,7 +214,7 @@ async def _as_decided(
         raise RoutingError("rules route prompts of one request to several models; send one each")
     name = _prompts_in(request.fields)
     if name is None:
-        return await as_decided(request, decisions[0], judges, threads)
+        return await one_as_decided(request, decisions[0], judges, threads)
     each = [redactions_of(one, judges) for one in decisions]
     if any(each):
         request = await threads.parse(partial(_redacted_each, request, name, each))

@@ -19,6 +19,7 @@ from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError
 from guard.proxy.loops import VIA
 from guard.proxy.provider_file import read_providers
+from guard.proxy.provider_media import check_media
 from guard.proxy.shown_texts import TOOL_KINDS
 from guard.proxy.wire import DATA, DONE, compact
 from guard.settings import SettingsError
@@ -137,6 +138,7 @@ def _arguments(path: str, fields: Mapping[str, Any], provider: str) -> dict[str,
     what it would fetch by itself."""
     sent, beside = SENT.get(path, ()), {METADATA} if path == CHAT and provider in KEEP_METADATA else set()
     _check_fetches_nothing(fields)
+    check_media(provider, fields)
     if unknown := sorted(fields.keys() - {*sent, *beside, "model"}):
         name = unknown[0]
         raise InvalidRequestError(f"{name} is not passed to the other provider that serves this model", name)

@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from guard.proxy.keys import Limits
 from guard.proxy.limits import CONCURRENT_RETRY_S, Exceeded, Scope, What
 
 log = logging.getLogger("guard.limits")
@@ -27,7 +29,10 @@ AFTER_ERROR_S = 1.0
 """How long Redis is left alone after it failed, so that not every request waits for it."""
 
 ASK_EVERY_S = 1.0
-"""How often Redis is asked at most whether it answers, whoever wants to know."""
+"""How often Redis is asked at most whether it counts, whoever wants to know."""
+
+TRIED = Scope("tried", Limits())
+"""Of nobody, to find that out."""
 
 WHAT: tuple[What, ...] = ("concurrent", "tokens", "requests")
 FAILURES = (RedisError, OSError, TimeoutError)
@@ -129,12 +134,12 @@ class SharedLimits:
         return time.monotonic() >= self._quiet_until_s
 
     async def answers(self) -> bool:
-        """Whether Redis answers, asked now or less than ``ASK_EVERY_S`` ago."""
+        """Whether Redis counts, asked now or less than ``ASK_EVERY_S`` ago."""
         async with self._asking:
             if time.monotonic() - self._asked_s >= ASK_EVERY_S:
                 try:
                     async with asyncio.timeout(REDIS_TIMEOUT_S):
-                        await self._redis.ping()
+                        await self._try()
                 except FAILURES as error:
                     self._failed(error)
                     self._answered = False
@@ -142,6 +147,12 @@ class SharedLimits:
                     self._quiet_until_s, self._answered = float("-inf"), True
                 self._asked_s = time.monotonic()
         return self._answered and self.reachable
+
+    async def _try(self) -> None:
+        """What a request does, since one that is full, or reads only, still answers. Raises one of ``FAILURES``."""
+        lease, keys, numbers = uuid.uuid4().hex, _keys([TRIED]), _numbers([TRIED])
+        await self._admit(keys=keys, args=[lease, self._lease_s, *numbers])
+        await self._release(keys=keys, args=[lease, 0, *numbers])
 
     async def admit(self, lease: str, scopes: Sequence[Scope]) -> Exceeded | None:
         """Raises one of ``FAILURES``; the caller then counts for itself."""

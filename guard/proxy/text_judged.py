@@ -57,7 +57,7 @@ async def judged_by_texts(
     if len(prompts) > 1:
         # Many take a while, here and below, and nobody else is to wait for it.
         await threads.parse(lambda: [one.worked_out() for one in prompts])
-    found = await judged_each(judges, prompts, not_read, exchange, threads)
+    found = await judged_each(judges, prompts, not_read, threads, exchange)
     record.own_s = time.perf_counter() - began_s
     if record.decision is not None and record.decision.action == "block":
         raise blocked(record.decision)
@@ -65,10 +65,14 @@ async def judged_by_texts(
 
 
 async def judged_each(
-    judges: Judges, prompts: Sequence[Request], not_read: Finding, exchange: Exchange, threads: TextThreads
+    judges: Judges,
+    prompts: Sequence[Request],
+    not_read: Finding,
+    threads: TextThreads,
+    exchange: Exchange | None = None,
 ) -> list[Judged]:
-    """Each prompt by its texts alone, and what they come to together on the record. ``not_read``: why the model is not
-    read."""
+    """Each prompt by its texts alone, and what they come to together on the record of ``exchange``, where there is one.
+    ``not_read``: why the model is not read."""
     texts = await read_each(judges, prompts, threads)
 
     def judge() -> tuple[list[Judged], Judged]:
@@ -84,12 +88,14 @@ async def judged_each(
         ]
         return found, joined_of(judges, found)
 
-    texts.again = lambda: note_scores(judges, judge()[1], exchange.record)
-    exchange.afterwards.append(texts.settle)
     found, together = judge() if len(prompts) == 1 else await threads.parse(judge)
-    note(judges, together, exchange.record)
-    # No gate can open.
-    exchange.record.armed = ()
+    if exchange is not None:
+        record = exchange.record
+        texts.again = lambda: note_scores(judges, judge()[1], record)
+        exchange.afterwards.append(texts.settle)
+        note(judges, together, record)
+        # No gate can open.
+        record.armed = ()
     return found
 
 

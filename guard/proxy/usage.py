@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from guard.mia.results import Readouts
-from guard.proxy.body import GuardedRequest
+from guard.proxy.body import NUMBERS_OF_CHOICES, GuardedRequest
 from guard.proxy.shown_texts import media_in
 from guard.proxy.wire import Form, Texts, whole_number
-from guard.proxy.wire_choices import MAX_CHOICES
 from guard.telemetry.record import MAX_MODEL_CHARACTERS, RequestRecord
 
 MAX_CHARGED_ANSWER = 4096
@@ -159,11 +158,11 @@ def settle(record: RequestRecord, request: GuardedRequest[Texts] | None, times: 
 def most_completion_tokens(form: Form, fields: dict[str, Any]) -> int:
     """Of all choices of an answer together. A limit that this API does not read bounds nothing."""
     given = [whole_number(fields[name]) for name in form.limits if fields.get(name) is not None][:1]
-    choices = max(whole_number(fields.get(name)) or 1 for name in ("n", "best_of"))
+    choices = max(whole_number(fields.get(name)) or 1 for name in NUMBERS_OF_CHOICES)
     prompts = fields.get("prompt")
     several = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
     most = max(0, min([MAX_CHARGED_ANSWER, *(number for number in given if number is not None)]))
-    return most * min(max(1, choices), MAX_CHOICES) * (len(prompts) if isinstance(prompts, list) and several else 1)
+    return most * max(1, choices) * (len(prompts) if isinstance(prompts, list) and several else 1)
 
 
 def most_prompt_tokens(request: GuardedRequest[Texts]) -> int:

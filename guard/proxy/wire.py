@@ -108,10 +108,14 @@ def check_messages(fields: Fields) -> None:
                 raise InvalidRequestError(f"{where}: an answer to go on with cannot be guarded", where)
 
 
+MAX_DIGITS = 4300
+"""Of a number in a text; Python, and so the engine, reads no longer one."""
+
+
 def whole_number(value: Any) -> int | None:
     """As the engine reads a field: it takes ``"2"`` and ``2.0`` for a number, too. None for what is none."""
-    if isinstance(value, str) and value.isdecimal():
-        return int(value[:9])
+    if isinstance(value, str):
+        return int(value) if value.isdecimal() and len(value) <= MAX_DIGITS else None
     whole = not isinstance(value, bool) and isinstance(value, int | float) and value == int(value)
     return int(value) if whole else None
 

@@ -36,9 +36,6 @@ with the beginning of an answer, has another reading there."""
 PROMPT_ROLE = "prompt"
 """Of no API: what of a raw prompt is a user's and what a tool's result is not known, so it is meant as both."""
 
-MAX_CHOICES = 128
-"""Most that are answered, where no engine has checked the number yet."""
-
 FINISH = "content_filter"
 DONE_FRAME = b"data: [DONE]\n\n"
 THOUGHTS = ("reasoning", "reasoning_content")
@@ -210,27 +207,23 @@ def _choice(index: int, said: Fields, finish: str | None) -> Fields:
     return {"index": index, **said, "logprobs": None, "finish_reason": finish}
 
 
-def _indices(ending: Ending) -> range:
-    return range(min(ending.choices, MAX_CHOICES))
-
-
 def _refusal(chat: bool, ending: Ending, text: str) -> Fields:
     said: Fields = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    choices = [_choice(i, said, FINISH) for i in _indices(ending)]
+    choices = [_choice(i, said, FINISH) for i in range(ending.choices)]
     return {**_head(ending, chat, False), "choices": choices, **_usage(ending)}
 
 
 def _refusal_stream(chat: bool, ending: Ending, text: str) -> bytes:
     said: Fields = {"delta": {"role": "assistant", "content": text}} if chat else {"text": text}
     head = _head(ending, chat, True)
-    words = [event({**head, "choices": [_choice(i, said, None)]}) for i in _indices(ending)]
+    words = [event({**head, "choices": [_choice(i, said, None)]}) for i in range(ending.choices)]
     return b"".join(words) + _cut(chat, ending)
 
 
 def _cut(chat: bool, ending: Ending) -> bytes:
     head = _head(ending, chat, True)
     nothing: Fields = {"delta": {}} if chat else {"text": ""}
-    frames = [event({**head, "choices": [_choice(i, nothing, FINISH)]}) for i in _indices(ending)]
+    frames = [event({**head, "choices": [_choice(i, nothing, FINISH)]}) for i in range(ending.choices)]
     if ending.wants_usage and (usage := _usage(ending)):
         frames.append(event({**head, "choices": [], **usage}))
     return b"".join(frames) + DONE_FRAME

@@ -16,6 +16,7 @@ from detectors.base import Score
 from guard.policy import Decision, RuleHit
 from guard.policy.over_time import Spread
 from guard.policy.schema import SEVERITY, Contract
+from guard.policy.waits import Waits
 from guard.policy.way import way_of
 
 Outcome = Literal[
@@ -108,7 +109,8 @@ class RequestRecord:
     ``held_s``: longest time that rules kept a part of a stream back.
     ``window_passes``: how many windows of the prompt were read once more, and how long that took.
     ``prompt_way``: how the decision on the prompt is carried out.
-    ``contract``: what its policy says of streams, where it is one. ``limit``: whose, and which, refused it.
+    ``contract``: what its policy says of streams, where it is one; ``waits``: how long it waits for
+    scores. ``limit``: whose, and which, refused it.
     ``earlier``: answers that were generated again. ``count``: how many requests it stands for. ``passed``: the path
     that the operator lets pass. ``course``: how a stream's scores went; ``provider``: whose model was asked last, and
     ``answered_by`` what it calls itself: these three are not in the ledger. When: ``began_s`` its body was read,
@@ -130,6 +132,7 @@ class RequestRecord:
     answered_by: str | None = None
     streamed: bool = False
     contract: Contract | None = None
+    waits: Waits | None = None
     assignment: str | None = None
     scores: Mapping[str, Score] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
@@ -256,6 +259,7 @@ class RequestRecord:
             "model": self.model_told,
             "streamed": self.streamed,
             "contract": asdict(self.contract) if self.contract else None,
+            "waits": self.waits.to_json() if self.waits else None,
             "policy": self.policy,
             "policy_hash": self.policy_hash,
             "assignment": self.assignment,
@@ -311,6 +315,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "model": "The model that the client named.",
     "streamed": "Whether it asked for a stream.",
     "contract": "What its policy says of streams: streaming, window_tokens; null where it is none.",
+    "waits": "How long, in seconds, its policy waits for each detector: prompt, and answer, each time that it is "
+    "judged; null where none was chosen.",
     "policy": "Name of the policy that judged it; of a request that was refused before one was chosen, the default.",
     "policy_hash": "SHA-256 of the policy's content.",
     "assignment": "The assignment of selection.yaml that chose the policy; null for its default.",

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from detectors import registry
+from detectors.base import CapturePlan, Detector
+from guard.data import data_folder
 from guard.policy import PolicyError
 from guard.policy.cases import Report, cases_beside, run_cases
 
@@ -47,6 +50,35 @@ def test_rows_pass_whose_decisions_are_as_expected(tmp_path: Path) -> None:
     assert [outcome.failure for outcome in report.outcomes] == [None] * 9
     assert report.passed
     assert report.untested == ()
+
+
+def test_behind_others_words_a_low_score_clears_nothing_as_for_requests(tmp_path: Path) -> None:
+    report = run(
+        tmp_path,
+        """\
+  - {name: last, roles: [user, tool, assistant], scores: {a: 0.1, b: 0.1}, expect: {action: block, rule: tools}}
+  - {name: system, roles: [user, system], scores: {a: 0.1, b: 0.1}, expect: {action: flag, rule: stop}}
+  - {name: hit, roles: [user, tool, assistant], scores: {a: 0.95, b: 0.5}, expect: {action: block, rule: stop}}
+  - {name: asked, roles: [user, assistant, user], scores: {a: 0.1, b: 0.1}, expect: {action: allow, would: block}}
+""",
+    )
+    assert [outcome.failure for outcome in report.outcomes] == [None] * 4
+
+
+def test_the_kinds_that_read_the_end_are_those_whose_shipped_files_say_so() -> None:
+    read = set()
+    for kind in registry.BUILT_IN:
+        for file in sorted((data_folder("model_configs") / kind).glob("SmolLM2-135M-Instruct.json")):
+            detector = registry.build_detector(kind, file)
+            plan = detector.plan() if isinstance(detector, Detector) else CapturePlan()
+            captures = (*plan.hidden.values(), *plan.attention.values(), *plan.probes.values())
+            read |= {kind} if any(one.positions == "last_prompt" for one in captures) else set()
+    assert read == registry.READ_THE_END
+
+
+def test_thresholds_of_a_detector_that_is_not_there_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"p.tests.yaml:2: thresholds.other: the policy has no detector 'other'"):
+        run(tmp_path, "  - {name: x, scores: {a: 0, b: 0}, expect: allow}\n", HEAD.replace("}}", "}, other: {x: 1}}"))
 
 
 def test_a_row_that_fails_says_its_line_and_what_is_decided_instead(tmp_path: Path) -> None:

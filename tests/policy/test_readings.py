@@ -61,6 +61,30 @@ def test_a_disguised_word_is_read_and_found_where_it_stands(word: str, data: st.
     assert (before + spelt + after)[begin:end].rstrip("".join(chr(i) for i in range(0x300, 0x370))) in spelt
 
 
+@pytest.mark.parametrize(
+    ("spelt", "read"),
+    [
+        ("s\u0454cr\u0454t", "secret"),
+        ("S\u0404CR\u0404T", "SECRET"),
+        ("secre\u2ca7", "secret"),
+        ("\ua785\ua785c\ua783e\ua787", "sscret"),
+        ("\u1d1ase\u1d19", "rser"),
+        ("\ua75b\ua763\ua7bb\ua7c1", "rzao"),
+        ("\uab7a\uab7c\uabb2\uab72", "aept"),
+        ("\u2ca5\u2c89c\u2ca3\u2c89\u2ca7", "cecpet"),
+        ("\u054decret", "Uecret"),
+    ],
+)
+def test_letters_of_other_hands_and_scripts_are_read_as_what_they_look_like(spelt: str, read: str) -> None:
+    assert read in [one.text for one in other_readings(spelt)]
+
+
+@pytest.mark.parametrize("text", ["\u30c7\u30fc\u30bf", "\u3316", "\u10a0", "\u2d3a", "\u0b89\u0ba4"])
+def test_what_is_no_letter_alike_stays_what_it_is(text: str) -> None:
+    """Of Japanese, Tamil, Georgian or Tifinagh no ASCII is made."""
+    assert not any(plain_form(one).isascii() for one in text)
+
+
 @given(st.text(max_size=40), st.integers(1, 3))
 @unhurried
 def test_what_json_escapes_is_read_as_it_was(text: str, times: int) -> None:

@@ -44,6 +44,7 @@ def line(policy: BoundPolicy, request_id: str, shadow: BoundPolicy | None = None
     given = {name: one if isinstance(one, Score) else Score("scored", one) for name, one in scores.items()}
     record = RequestRecord("/v1/chat/completions", policy.name, policy.hash, request_id)
     record.scores = {name: one for name, one in given.items() if name in policy.detectors}
+    record.waits = policy.waits
     record.measured, record.decision = policy.digests, policy.decide(record.scores)
     if shadow is not None:
         beside = {name: one for name, one in given.items() if name in shadow.detectors}
@@ -83,6 +84,59 @@ def test_changes_are_counted_by_direction_rule_and_example(tmp_path: Path) -> No
     assert summary(result)[1] == "  allow -> block: 2 (stop 2), such as r7, r8"
     looser = replayed(tmp_path, lines, POLICY.replace("action: block", "action: flag"))
     assert (looser.changed("looser"), looser.percent("stricter")) == (1, 0)
+
+
+def timed(text: str, took_s: float, *, waits: bool = True) -> str:
+    """A line with how long the prompt's scores took, and, by newer versions, how long they were waited for."""
+    entry = json.loads(text)
+    entry["timings_ms"] = {**entry["timings_ms"], "verdict": took_s * 1000, "total": took_s * 1000 + 500}
+    return json.dumps(entry if waits else {name: one for name, one in entry.items() if name != "waits"})
+
+
+SHORTER = POLICY.replace("name: p", "name: p\nprompt_timeout_s: 2")
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["told", "older"])
+@pytest.mark.parametrize(
+    ("candidate", "took_s", "scores", "told"),
+    [
+        (SHORTER, 1, {"a": 0.95, "b": 0.6}, True),
+        (SHORTER, 3, {"a": 0.95, "b": 0.6}, False),
+        (SHORTER, 30, {"a": LATE, "b": LATE}, True),
+        # A block outranks whatever b would have said.
+        (SHORTER, 3, {"a": LATE, "b": 0.6}, True),
+        (POLICY.replace("on_timeout: block}", "on_timeout: block, timeout_s: 2}"), 3, {"a": 0.1, "b": 0.6}, False),
+        (POLICY.replace("name: p", "name: p\nprompt_timeout_s: 60"), 30.001, {"a": LATE, "b": 0.6}, False),
+        (POLICY.replace("name: p", "name: p\nprompt_timeout_s: 60"), 29, {"a": 0.1, "b": 0.6}, True),
+        (POLICY.replace("name: p", "name: q"), 30.001, {"a": LATE, "b": LATE}, True),
+    ],
+)
+def test_a_score_that_may_not_have_come_in_the_candidates_time_is_never_unchanged(
+    tmp_path: Path, candidate: str, took_s: float, scores: dict[str, Score | float], told: bool, waits: bool
+) -> None:
+    lines = [timed(line(bound(tmp_path), "r1", **scores), took_s, waits=waits)]
+    result = replayed(tmp_path, lines, candidate)
+    assert (result.compared, result.changed(), result.incomplete) == ((1, 0, 0) if told else (0, 0, 1))
+    assert told or any("would have come in time" in one for one in summary(result))
+    # Of the policy itself nothing is in doubt.
+    assert replayed(tmp_path, lines, POLICY).compared == 1
+
+
+def test_an_answer_that_no_rule_judged_is_told_from_one_that_was_measured_otherwise(tmp_path: Path) -> None:
+    lines = [json.dumps(json.loads(line(bound(tmp_path), "r1", a=0.1, b=0.2)) | {"outcome": "completed"})]
+    after = POLICY + "  - {name: out, stage: output, when: {detector: a, at_least: 0.5}, action: flag}\n"
+    result = replayed(tmp_path, lines, after)
+    assert (dict(result.not_measured), dict(result.unjudged), dict(result.otherwise)) == ({"a": 1}, {"a": 1}, {})
+    assert "    a: of 1 the answer was not judged" in summary(result)
+    assert result.to_json()["answers_unjudged"] == {"a": 1}
+
+
+def test_a_longer_or_the_same_wait_changes_nothing_however_long_it_took(tmp_path: Path) -> None:
+    lines = [timed(line(bound(tmp_path), "r1", a=0.1, b=LATE), 35)]
+    other = POLICY.replace("name: p", "name: q")
+    assert replayed(tmp_path, lines, other).compared == 1
+    longer = [timed(line(bound(tmp_path), "r1", a=0.1, b=0.6), 35)]
+    assert replayed(tmp_path, longer, other.replace("name: q", "name: q\nprompt_timeout_s: 40")).compared == 1
 
 
 def test_a_detector_that_measures_otherwise_under_the_same_name_is_not_compared(tmp_path: Path) -> None:

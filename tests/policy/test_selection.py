@@ -47,6 +47,14 @@ def test_every_field_that_is_given_must_fit_by_any_of_its_values(match: dict[str
     assert fits(Match.model_validate(match), FACTS) == fit
 
 
+@pytest.mark.parametrize("name", ["a[b]", "a[!b]", "[a-c]", "a[", "]a[", "[[]", "a\nb", "a\\b"])
+def test_in_a_models_name_only_a_star_and_a_question_mark_stand_for_others(name: str) -> None:
+    for pattern in (name, f"{name}*", f"*{name[1:]}", f"?{name[1:]}"):
+        assert fits(Match(models=(pattern,)), RequestFacts("r", "other", name))
+    for other in ("ab", "a", "b", "a[", f"{name}x"):
+        assert other == name or not fits(Match(models=(name,)), RequestFacts("r", "other", other))
+
+
 def test_what_is_not_known_about_a_request_fits_nothing_that_asks_for_it() -> None:
     unknown = RequestFacts("r-1", "other")
     for match in ({"keys": [KEY]}, {"tenants": ["acme"]}, {"models": ["*"]}, {"headers": {"x-a": ["1"]}}):

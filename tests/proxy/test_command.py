@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import resource
 import shutil
@@ -14,11 +15,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from guard.cli import app
 from guard.machine import free_port
 from guard.proxy.keys import NewKey, create_key, hash_of
+from guard.serve import ProxyOptions, ServeOptions
+from guard.settings import load_settings
 from tests.proxy.command import Running, guard_proxy
 from tests.proxy.conftest import BODY, POLICY
 from tests.proxy.engine import WORDS, FakeEngine, running
@@ -254,6 +258,59 @@ def test_what_cannot_work_is_said_in_one_line_before_anything_starts(
     assert ended.exit_code == code
     assert said in ended.output
     assert ended.exception is None or isinstance(ended.exception, SystemExit)
+
+
+WAYS: dict[str, tuple[str, str, str]] = {
+    "upstream": ("http://a:1", "http://b:1", "http://c:1"),
+    "policy": ("a.yaml", "b.yaml", "c.yaml"),
+    "host": ("localhost", "127.0.0.1", "127.0.0.2"),
+    "port": ("8001", "8002", "8003"),
+    "ledger": ("a", "b", "c"),
+    "keys": ("a", "b", "c"),
+    "redis_url": ("redis://a", "redis://b", "redis://c"),
+    "workers": ("2", "3", "4"),
+    "admin_port": ("8001", "8002", "8003"),
+    "read_timeout_s": ("1", "2", "3"),
+    "max_body_bytes": ("2001", "2002", "2003"),
+}
+"""By setting: as an option, in the environment and in a file."""
+
+
+@pytest.mark.parametrize("command", ["proxy", "serve"])
+@pytest.mark.parametrize("name", list(WAYS))
+def test_an_option_counts_before_the_environment_and_that_before_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, name: str
+) -> None:
+    """However the option is spelt; a variable that it stands before may be of no use."""
+    found: list[str] = []
+
+    def start(options: ProxyOptions | ServeOptions) -> int:
+        (value,) = (getattr(load_settings(**options.settings), name),)
+        shown = value[0] if isinstance(value, tuple) else value
+        found.append(shown.get_secret_value() if isinstance(shown, SecretStr) else str(shown).removesuffix(".0"))
+        return 0
+
+    monkeypatch.setattr("guard.serve.serve_proxy", start)
+    monkeypatch.setattr("guard.serve.serve", start)
+    by_option, by_environment, by_file = WAYS[name]
+    beside = {"keys": "k"} if name == "admin_port" else {}
+    (tmp_path / "guard.yaml").write_text(json.dumps({**beside, name: by_file}))
+
+    def run(*options: str, **environment: str) -> str:
+        line = [command, "--config", str(tmp_path / "guard.yaml"), *options]
+        ended = CliRunner(env={"COLUMNS": "200", **environment}).invoke(app, line)
+        assert ended.exit_code == 0, ended.output
+        return found[-1]
+
+    variable, option = f"GUARD_{name.upper()}", f"--{name.replace('_', '-')}"
+    spelt = [("--set", f"{name}={by_option}")]
+    if name not in ("read_timeout_s", "max_body_bytes") and (command, name) != ("serve", "upstream"):
+        spelt.append((option, by_option))
+    for options in spelt:
+        for value in (by_environment, "of no use"):
+            assert run(*options, **{variable: value}) == by_option
+    assert run(**{variable: by_environment}) == by_environment
+    assert run() == by_file
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

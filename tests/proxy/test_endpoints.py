@@ -485,11 +485,26 @@ async def test_a_path_that_is_none_or_is_guarded_is_not_passed(start_proxy: Star
 
 @pytest.mark.parametrize(
     ("n", "choices"),
-    [(None, 1), (3, 3), ("3", 3), (3.0, 3), (0, 1), (-2, 1), ("x", 1), (True, 1), (2.5, 1), ([], 1), ("", 1)],
+    [(None, 1), (3, 3), ("3", 3), (3.0, 3), (0, 1), (-2, 1), (128, 128), ("0000000000128", 128)],
 )
 def test_choices_are_counted_as_the_engine_counts_them(n: Any, choices: int) -> None:
     request = parsed(CHAT, {"n": n})
     assert request.form.choices(request.fields) == choices
+
+
+@every
+@pytest.mark.parametrize("name", ["n", "best_of"])
+@pytest.mark.parametrize(
+    "number",
+    [129, 1000, "129", "00000000000200", " 200 ", "2_00", "200.0", 200.0, 1e300, "9" * 5000, "x", True, 2.5, []],
+)
+def test_more_choices_than_can_be_judged_are_refused_however_they_are_written(
+    route: str, name: str, number: Any
+) -> None:
+    """The engine serves far more; each that it answers must be judged, charged and ended."""
+    with pytest.raises(InvalidRequestError, match=f"{name} must be a whole number, and at most 128") as refused:
+        parsed(route, {name: number})
+    assert refused.value.param == name
 
 
 def test_odd_bodies_are_refused_and_never_a_fault() -> None:

@@ -334,6 +334,28 @@ async def test_what_readyz_says_of_limits_is_asked_before_any_traffic_and_in_eve
             await becomes(proxy, "degraded")
 
 
+@pytest.mark.parametrize("refusal", [("maxmemory", "1", "0"), ("min-replicas-to-write", "1", "0")])
+async def test_a_redis_that_answers_and_does_not_count_is_no_shared_one(
+    start_proxy: StartProxy, tmp_path: Path, refusal: tuple[str, str, str]
+) -> None:
+    name, refusing, counting = refusal
+    port, engine = free_port(), FakeEngine()
+    key = limited(tmp_path / "keys.yaml", requests_per_s=100)
+
+    async with redis_server(tmp_path, port), running(engine):
+        from redis.asyncio import Redis
+
+        async with replicas(start_proxy, engine, tmp_path / "keys.yaml", port) as (proxy, _):
+            redis = Redis(port=port)
+            for value, status in ((counting, "shared"), (refusing, "degraded"), (counting, "shared")):
+                await redis.config_set(name, value)
+                async with asyncio.timeout(20):
+                    while json.loads((await proxy.get("/readyz"))[2])["limits"] != status:
+                        await asyncio.sleep(0.1)
+                assert (await proxy.post(headers=bearer(key)))[0] == 200
+            await redis.aclose()
+
+
 @pytest.mark.usefixtures("_patient")
 async def test_the_place_of_a_replica_that_died_is_free_again_when_its_lease_runs_out(tmp_path: Path) -> None:
     port = free_port()

@@ -72,6 +72,22 @@ async def test_the_same_rules_for_answers_change_nothing_and_without_them_it_is_
         assert (code, told["stricter"], told["unchanged"]) == (1, 2, {action: 2})
 
 
+async def test_scores_of_answers_that_may_not_have_come_in_time_are_never_unchanged(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    text = policy("hold")
+    late = text.replace("stage: stream\n", "stage: stream\n    timeout_s: 0.0001\n")
+    longer = text.replace("stage: stream\n", "stage: stream\n    timeout_s: 60\n")
+    assert text not in (late, longer)
+    async with served(start_proxy, text, [LEAK, CLEAN]) as proxy:
+        (tmp_path / "candidate.yaml").write_text(late)
+        code, out = guard("replay", tmp_path / "candidate.yaml", "--ledger", proxy.ledger)
+        assert "0 requests compared" in out
+        assert "4 requests cannot be decided again: not told: whether scores of text would have come in time" in out
+        assert code == 4
+        assert replayed(tmp_path, proxy, longer)[1]["unchanged"] == {"block": 2, "allow": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
