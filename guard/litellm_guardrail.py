@@ -168,7 +168,7 @@ class MiaGuardrail(CustomGuardrail):  # type: ignore[misc]
     async def _embed(self, view: View, threads: TextThreads) -> Decision:
         """Each prompt by itself, as the proxy does."""
         found = await judged_each(self._judges, prompts_of(view.request), NOT_READ, threads)
-        view.take(as_decided(view.request, [one.decision for one in found], self._judges))
+        view.take(await as_decided(view.request, [one.decision for one in found], self._judges, threads))
         return joined_of(self._judges, found).decision
 
     async def _read(self, view: View, asked: Question) -> Finding:

@@ -25,7 +25,7 @@ from guard.mistakes import first_mistake
 from guard.policy.absent import AbsentDetector
 from guard.policy.capture import Capture
 from guard.policy.compiled import compile_rules
-from guard.policy.engine import CompiledRule, Decision, decide, longest_wait_s
+from guard.policy.engine import CompiledRule, Decision, blocks_when_late, decide, longest_wait_s
 from guard.policy.gates import steering_of
 from guard.policy.loading import LoadedPolicy, digests
 from guard.policy.measuring import Measurement, Question, Steering, measurement, question, with_combined
@@ -44,9 +44,8 @@ class BoundPolicy:
 
     ``spec``: everything that its detectors may read, words of spans in place. ``hold_s``: how long an answer is held
     for scores at most, 0 when no enforced rule needs any; ``prompt_timeout_s``: how long scores are worth recording.
-    ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short. ``answer_timeout_s``: longest
-    wait for detectors of text each time that an answer is judged. ``waits``: the same of each detector. ``capture``:
-    what may be kept of the texts.
+    ``steerings``: by rule. ``digests``: detector -> what a score of it depends on, short. ``waits``: how long rules
+    wait for each detector. ``capture``: what may be kept of the texts.
     """
 
     name: str
@@ -64,7 +63,6 @@ class BoundPolicy:
     digests: Mapping[str, str]
     streaming: Streaming
     window_tokens: int
-    answer_timeout_s: float
     waits: Waits
     capture: Capture | None = None
 
@@ -121,6 +119,26 @@ class BoundPolicy:
 
         only_later = set(filter(of_answers, self.measurements))
         return {"prompt": frozenset(self.measurements.keys() - only_later) | prompt, "stream": stream, "output": output}
+
+    def wait_s(self, name: str, stages: Collection[Stage]) -> float:
+        """How long the enforced rules of these stages wait for a detector's score, in seconds; 0 where none uses it."""
+        rules = [one for one in self.rules if name in self._used_by(one.rule)]
+        return max(longest_wait_s(rules, self.prompt_timeout_s, stage) for stage in stages)
+
+    def ends_when_late(self, name: str, stages: Collection[Stage]) -> bool:
+        """Whether a rule blocks, whatever else is found, when a detector's score is late."""
+        return any(
+            one.rule.stage in stages
+            and one.mode == "enforce"
+            and name in self._used_by(one.rule)
+            and blocks_when_late(one)
+            for one in self.rules
+        )
+
+    def _used_by(self, rule: Rule) -> set[str]:
+        """Detectors that a rule names, and those whose scores these combine."""
+        named = detectors_in(rule)
+        return {*named, *(of for name in named for of in self.measurements[name].inputs.values())}
 
     def computed_by(self, probes: Collection[str]) -> BoundPolicy:
         """The same, whose detectors have an engine multiply that was started with ``probes``, by name, where it can."""
@@ -264,7 +282,6 @@ def bind(
         digests=digests(loaded, {name: fingerprint_of(detector) for name, detector in detectors.items()}),
         streaming=policy.streaming,
         window_tokens=policy.window_tokens,
-        answer_timeout_s=_answer_timeout_s(rules, policy.prompt_timeout_s),
         waits=waits_of(rules, policy.prompt_timeout_s),
         capture=policy.capture,
     )
@@ -331,11 +348,6 @@ def _check_inputs(loaded: LoadedPolicy, bound: BoundPolicy) -> None:
         for kind, of in given.items():
             if (found := bound.detectors[of].kind) != kind:
                 raise loaded.error(at, f"{kind} is to be the score of a {kind}, and {of} is a {found}")
-
-
-def _answer_timeout_s(rules: Sequence[CompiledRule], timeout_s: float) -> float:
-    stages: tuple[Stage, ...] = ("stream", "output")
-    return max(longest_wait_s(rules, timeout_s, stage) for stage in stages) or timeout_s
 
 
 def _may_act(rule: Rule) -> bool:

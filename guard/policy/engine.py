@@ -169,13 +169,14 @@ def longest_wait_s(rules: Sequence[CompiledRule], timeout_s: float, stage: Stage
     """
     waiting = [one for one in rules if one.rule.stage == stage and one.mode == "enforce" and one.check is not None]
     times = [one.rule.timeout_s or timeout_s for one in waiting]
-    ending = [time for one, time in zip(waiting, times, strict=True) if _blocks_when_late(one)]
+    ending = [time for one, time in zip(waiting, times, strict=True) if blocks_when_late(one)]
     return min([*ending, max(times)]) if times else 0.0
 
 
-def _blocks_when_late(compiled: CompiledRule) -> bool:
+def blocks_when_late(compiled: CompiledRule) -> bool:
+    """Whether it blocks when none of its scores comes in time."""
     late = Score("unavailable", reason="late", timed_out=True)
-    hit = compiled.hit(dict.fromkeys(detectors_in(compiled.rule), late))
+    hit = None if compiled.check is None else compiled.hit(dict.fromkeys(detectors_in(compiled.rule), late))
     return hit is not None and hit.action == "block"
 
 
@@ -242,8 +243,10 @@ def _score_check(condition: ScoreCondition, bound: Callable[[str, float | str], 
         if score.status != "scored" or score.value is None:
             return Verdict(None, f"{name} unavailable: {score.reason}", score.timed_out)
         inside = (low is None or score.value >= low) and (high is None or score.value < high)
-        if score.floor and low is not None and score.value < low:
-            return Verdict(None, f"{name} {numeral(score.value, low)} at least: {score.reason}", score.timed_out)
+        # Of a range the lower bound counts: what reaches it has reached what the rule is for.
+        lowest = low if low is not None else high
+        if score.floor and lowest is not None and score.value < lowest:
+            return Verdict(None, f"{name} {numeral(score.value, lowest)} at least: {score.reason}", score.timed_out)
         told = numeral(score.value, *(bound for _, bound, _ in bounds))
         asked = " and ".join(f"{sign} {numeral(bound, score.value)}{given}" for sign, bound, given in bounds)
         return Verdict(inside, f"{name} {told} {'' if inside else 'not '}{asked}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pydantic import ValidationError
 
@@ -20,7 +21,6 @@ from guard.policy.engine import Decision
 from guard.policy.measuring import (
     PLACED,
     Measurement,
-    Part,
     Question,
     Steering,
     Unplaced,
@@ -40,6 +40,16 @@ STREAM: tuple[Stage, ...] = ("stream",)
 
 class TooMuchError(ValueError):
     """Live and shadow policy together ask for more than one request can."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For one detector's score, ``limit_s`` seconds at most. ``acts``: a rule in force of the live policy goes by it,
+    and decisions wait for it; ``ends``: one that blocks when it is late."""
+
+    limit_s: float
+    acts: bool
+    ends: bool
 
 
 @dataclass(frozen=True)
@@ -121,21 +131,33 @@ class Judges:
         waits = asked.reads and any(one.key not in asked.known and one.reads_engine for one in needed)
         return self.live.hold_s if waits else 0.0
 
-    def read_prompt(self, parts: Sequence[Part], roles: Sequence[str]) -> dict[str, Score]:
-        """Scores by key of the detectors that read a prompt's text. Raises ``TooLateError``."""
-        return {one.key: one.score_prompt(parts, roles) for one in self._readers(PROMPT)}
+    def readers(self, stages: tuple[Stage, ...]) -> list[Measurement]:
+        """Detectors of either policy that read text, those that the live policy's rules in force use first."""
+        found = [one for one in self._measured_in(stages) if one.reads_text]
+        return sorted(found, key=lambda one: not self.wait_for(one, stages).acts)
 
-    def read_answer(self, text: str, stages: Collection[Stage]) -> dict[str, Score]:
-        """Scores by key of the detectors that read an answer's text. Raises ``TooLateError``."""
-        return {one.key: one.score_text(text) for one in self._readers(stages)}
+    def wait_for(self, one: Measurement, stages: tuple[Stage, ...]) -> Wait:
+        """How long a detector's score is waited for at these stages, and whether a decision is."""
+        known = self._waits.get((one.key, stages))
+        if known is None:
+            known = self._waits[one.key, stages] = self._wait_for(one.key, stages)
+        return known
 
-    def unread(self, stages: Collection[Stage], score: Score) -> dict[str, Score]:
-        """``score`` for each detector that reads text."""
-        return {one.key: score for one in self._readers(stages)}
+    @cached_property
+    def _waits(self) -> dict[tuple[str, tuple[Stage, ...]], Wait]:
+        return {}
+
+    def _wait_for(self, key: str, stages: tuple[Stage, ...]) -> Wait:
+        if key in self.live.measurements:
+            acts_s = self.live.wait_s(key, stages)
+            return Wait(acts_s or self.live.prompt_timeout_s, acts_s > 0, self.live.ends_when_late(key, stages))
+        assert self.shadow is not None, "the detector is of one of them"
+        return Wait(self.shadow.prompt_timeout_s, acts=False, ends=False)
 
     def asking_again(self, asked: Question) -> list[Measurement]:
         """Detectors of answers that have the model read something more, and apply to this request."""
-        return [one for one in self._measured_in(LATER) if one.asks_again and one.key not in asked.known]
+        found = [one for one in self._measured_in(LATER) if one.asks_again and one.key not in asked.known]
+        return sorted(found, key=lambda one: not self.wait_for(one, LATER).acts)
 
     def windowed(self, stages: Collection[Stage]) -> list[Measurement]:
         """Detectors that have the model read a long prompt once more, in windows."""
@@ -176,9 +198,6 @@ class Judges:
             self.live.decide(scores.live, stage),
             self.shadow.decide(scores.shadow, stage) if self.shadow else None,
         )
-
-    def _readers(self, stages: Collection[Stage]) -> list[Measurement]:
-        return [one for one in self._measured_in(stages) if one.reads_text]
 
     def _measured_in(self, stages: Collection[Stage]) -> list[Measurement]:
         """Of either policy, each once."""

@@ -239,8 +239,9 @@ class Rule(Section):
     """The same when every missing score is one that did not come in time. Default: as `on_error`."""
 
     timeout_s: Annotated[float | None, Field(gt=0, le=600)] = None
-    """Longest wait for this rule's scores, in seconds. The answer is held while any enforced rule still waits; scores
-    that are there by then count for all rules. Default: the policy's `prompt_timeout_s`."""
+    """Longest wait for this rule's scores, in seconds. The answer is held while any enforced rule still waits. A
+    detector of text has as long as the rules that use it, from when it begins to read; none is late for another's
+    sake. Default: the policy's `prompt_timeout_s`."""
 
     message: Annotated[str, Field(max_length=400)] = "This request was blocked by a guardrail."
     """For `block`: what the client is told. An error adds the rule's name; prompt text is never added."""

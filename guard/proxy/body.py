@@ -16,6 +16,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from guard.mia.spec import FOREIGN_KEYS
 from guard.policy.conversation import places, roles_named
 from guard.policy.measuring import Part, Unplaced
+from guard.policy.schema import Redaction
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.shown_texts import IDS
@@ -25,8 +26,11 @@ from guard.proxy.wire import Slot, Texts, is_number, whole_number
 F = TypeVar("F", bound=Texts)
 F_co = TypeVar("F_co", bound=Texts, covariant=True)
 
-OURS = "mia"
-"""The key of ``vllm_xargs`` under which the guard asks."""
+XARGS, OURS = "vllm_xargs", "mia"
+"""vLLM's field for others, and the key in it under which the guard asks."""
+
+OF_TEXTS = ("roles", "texts", "characters", "unread", "unplaced")
+"""What is worked out once of a request's texts."""
 
 MAX_MESSAGES = 10_000
 """Most messages, or items, of one request."""
@@ -157,7 +161,7 @@ class GuardedRequest(Generic[F_co]):
         """Not kept: of a long conversation there are many."""
         return [*self.form.slots(self.fields), *self.form.beside(self.fields)]
 
-    @property
+    @cached_property
     def unread(self) -> str:
         """Why these are not all texts that the model reads; empty when they are."""
         return self.form.unread(self.fields)
@@ -179,15 +183,31 @@ class GuardedRequest(Generic[F_co]):
         options = self.fields.get("stream_options")
         if not (self.streamed and self.wants_usage and isinstance(options, dict)) or options.get(EACH_USAGE):
             return self
-        return replace(self, counted=True)
+        return self._saying_the_same({}, counted=True)
 
     def routed(self, model: str) -> GuardedRequest[F_co]:
         """The same for another model."""
-        return replace(self, fields={**self.fields, "model": model})
+        return self._saying_the_same({"model": model}, counted=self.counted)
 
-    def redacted(self, selectors: Sequence[str], replacement: str) -> GuardedRequest[F_co]:
+    def _saying_the_same(self, changed: dict[str, Any], *, counted: bool) -> GuardedRequest[F_co]:
+        """The same with other fields that no text is in: what is known of its texts stays known."""
+        same = replace(self, fields={**self.fields, **changed}, counted=counted)
+        same.__dict__.update({name: self.__dict__[name] for name in OF_TEXTS if name in self.__dict__})
+        return same
+
+    def redacted(self, redactions: Sequence[Redaction]) -> GuardedRequest[F_co]:
         """The same with the texts of all messages that are meant replaced, and what else templates may show of them."""
-        fields, roles = copy.deepcopy(self.fields), self.roles
+        same = replace(self, fields=copy.deepcopy(self.fields))
+        same.redact(redactions)
+        return same
+
+    def redact(self, redactions: Sequence[Redaction]) -> None:
+        """Take them out of this request's own fields, of which nothing may have been worked out before."""
+        for one in redactions:
+            self._redact(one.messages, one.replacement)
+
+    def _redact(self, selectors: Sequence[str], replacement: str) -> None:
+        fields, roles = self.fields, self.form.roles(self.fields)
         slots, meant, named = self.form.slots(fields), places(selectors, roles), roles_named(selectors)
         parts: dict[int, int] = {}
         for slot in slots:
@@ -205,19 +225,41 @@ class GuardedRequest(Generic[F_co]):
         for slot in everything:
             if slot.key in IDS and slot.text in ids:
                 slot.replace(replacement)
-        return replace(self, fields=fields)
+
+    def worked_out(self) -> GuardedRequest[F_co]:
+        """The same, once everything is known of it that takes longer the more there is."""
+        _ = self.unplaced, self.characters, self.unread, self.roles
+        return self
 
     def to_json(self, spec: str | None = None) -> bytes:
         """The body for vLLM, asking for ``spec``, in its wire form, if there is one."""
-        fields = self.fields
-        if self.counted:
-            fields = {**fields, "stream_options": {**fields["stream_options"], EACH_USAGE: True}}
+        given = self.fields.get(XARGS)
         if spec is not None:
-            fields = {**fields, "vllm_xargs": {**(fields.get("vllm_xargs") or {}), OURS: spec}}
-        try:
-            return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
-        except RecursionError:
-            raise InvalidRequestError("the body is nested too deeply") from None
+            given = {**(given or {}), OURS: spec}
+        if given is None and XARGS not in self.fields:
+            return self._written
+        return self._written[:-1] + b',"vllm_xargs":' + _json(given) + b"}"
+
+    async def written(self, threads: TextThreads) -> None:
+        """Write a long body in a thread, before it is asked for. Raises as ``to_json``."""
+        if self.characters > QUICK_BYTES:
+            await threads.parse(lambda: self._written)
+
+    @cached_property
+    def _written(self) -> bytes:
+        """All but the field that ours is in."""
+        fields = {name: value for name, value in self.fields.items() if name != XARGS}
+        if self.counted:
+            fields["stream_options"] = {**fields["stream_options"], EACH_USAGE: True}
+        return _json(fields)
+
+
+def _json(value: Any) -> bytes:
+    """Raises ``InvalidRequestError``."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
 
 
 async def parsed(form: F, raw: bytes, threads: TextThreads) -> GuardedRequest[F]:
@@ -233,8 +275,7 @@ def parse_request(form: F, raw: bytes) -> GuardedRequest[F]:
     request = checked(form, fields)
     form.check_served(fields)
     # Worked out here, where nobody else waits while a long text is searched.
-    _ = request.unplaced, request.characters
-    return request
+    return request.worked_out()
 
 
 def checked(form: F, fields: dict[str, Any]) -> GuardedRequest[F]:

@@ -18,7 +18,7 @@ from guard.policy.capture import Capture
 from guard.proxy.body import GuardedRequest
 from guard.proxy.error_frame import error_frame
 from guard.proxy.errors import UpstreamError
-from guard.proxy.judging import WHOLE, Unit, unit_of
+from guard.proxy.judging import WHOLE, Unit, channel_of, unit_of
 from guard.proxy.wire import TOKENS, Form, Piece, Texts, frames_of
 from guard.telemetry.content import AnswerText, Captured, PromptText
 from guard.telemetry.record import RequestRecord
@@ -127,7 +127,7 @@ class Capturing:
             yield (choice, False), channel, text
         for texts in self.withheld:
             for (choice, channel), text in texts.items():
-                if text and not channel.endswith(WHOLE) and not channel.startswith(TOKENS):
+                if text and WHOLE not in channel and not channel.startswith(TOKENS):
                     yield (choice, True), channel, text
 
     def _delivered(self) -> dict[Unit, str]:
@@ -139,7 +139,7 @@ class Capturing:
                 for piece in pieces:
                     choice, channel = unit_of(piece)
                     if not channel.startswith(TOKENS):
-                        unit = (choice, channel.removesuffix(WHOLE))
+                        unit = (choice, channel_of((choice, channel)))
                         texts[unit] = piece.text if piece.whole else texts.get(unit, "") + piece.text
         except (UpstreamError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             # An answer that no rule read, and that the guard cannot; the client got it all the same.

@@ -11,18 +11,21 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from guard.policy import Decision, Judges, Question
+from guard.policy.judges import PROMPT
 from guard.policy.measuring import Steering
-from guard.policy.schema import Contract
+from guard.policy.schema import Contract, Redaction
 from guard.proxy.access import check_media_type
 from guard.proxy.admission import judges_for
 from guard.proxy.answer import Answer, PlainAnswer
 from guard.proxy.body import F, GuardedRequest, parsed
 from guard.proxy.capturing import capturing_of
+from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
-from guard.proxy.judged import block, relay_failed, relay_judged
+from guard.proxy.judged import block, relay_failed, relay_judged, settle_answer
 from guard.proxy.judging import AnswerJudge, Conversation
 from guard.proxy.readouts import Finding, gate_reports
 from guard.proxy.recording import Handler
@@ -30,8 +33,9 @@ from guard.proxy.relay import relay
 from guard.proxy.replicas import affinity_of
 from guard.proxy.second_pass import AFFINITY, PassReader
 from guard.proxy.services import Services
+from guard.proxy.text_reading import Reading
 from guard.proxy.usage import count_whole, left_at_prompt
-from guard.proxy.verdict import ShadowRefusedError, TextScores, decide, judge, read_texts, spec_refusal
+from guard.proxy.verdict import ShadowRefusedError, decide, judge, read_texts, spec_refusal
 from guard.proxy.window_passes import WindowPasses, window_passes
 from guard.proxy.wire import Form
 from guard.telemetry.record import RequestRecord
@@ -71,15 +75,27 @@ class _Asking:
     request: GuardedRequest[Form]
     judges: Judges
     asked: Question
-    texts: TextScores
+    texts: Reading
     sent_s: float
+
+    @property
+    def threads(self) -> TextThreads:
+        """For the client's texts."""
+        return self.services.threads.of(self.exchange.caller.key_hash)
+
+    async def write(self) -> None:
+        """What ``send`` would have everybody wait for."""
+        if not self.services.providers.has(self.request.model):
+            await self.request.written(self.threads)
 
     def send(self, *, early: bool) -> AbstractAsyncContextManager[Task[Answer]]:
         request = self.request
         return self.services.ask(request.form.route, request, self.asked.wire, self.exchange, early=early)
 
     def _conversation(self) -> Conversation:
-        return Conversation(self.request.said, self.request.roles, self.request.form.words, self._reader())
+        request = self.request
+        said = request.said if self.judges.asking_again(self.asked) else ()
+        return Conversation(said, request.roles, request.form.words, self._reader())
 
     def _reader(self, affinity: bytes = AFFINITY) -> PassReader:
         exchange = self.exchange
@@ -90,7 +106,8 @@ class _Asking:
     def windows(self) -> AbstractAsyncContextManager[WindowPasses | None]:
         """Their passes begin like the request itself, whose instruction a server may have cached."""
         request = self.request
-        return window_passes(self.judges, self.asked, request.said, request.roles, self._reader(self.exchange.affinity))
+        said = request.said if self.judges.windowed(PROMPT) else ()
+        return window_passes(self.judges, self.asked, said, request.roles, self._reader(self.exchange.affinity))
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""
@@ -101,10 +118,10 @@ class _Asking:
             if isinstance(answer, PlainAnswer) and answer.failed:
                 await relay_failed(self.exchange, await answer.whole(), begun=False)
                 return None
-            threads = self.services.threads.of(self.exchange.caller.key_hash)
             judge = AnswerJudge(
-                self.judges, self.asked, finding.readouts, finding.reason, threads, self._conversation()
+                self.judges, self.asked, finding.readouts, finding.reason, self.threads, self._conversation()
             )
+            self.exchange.afterwards.append(partial(settle_answer, self.exchange.record, judge, attempts))
             return await relay_judged(self.exchange, self.request, answer, judge, attempts)
         finally:
             if gated := self.asked.gated:
@@ -121,6 +138,7 @@ async def guarded(
         judges.ask(roles, request.unplaced) if unread is None else judges.ask_unread(roles, unread, request.unplaced)
     )
     texts = await read_texts(judges, request, services.threads.of(exchange.caller.key_hash))
+    exchange.afterwards.append(texts.settle)
     if unread is None and judges.cuts_streams and not asked.reads:
         # Readouts would tell how long the prompt is.
         request = request.counting()
@@ -144,6 +162,7 @@ async def _judged(asking: _Asking) -> None:
     decision = None if asking.asked.reads else judge(asking.judges, asking.asked, UNREAD, record, asking.texts)
     unread = False
     if decision is None or decision.action in PASSES:
+        await asking.write()
         async with asking.send(early=asking.asked.reads and not request.streamed) as opening:
             finding = UNREAD
             if decision is None:
@@ -212,7 +231,7 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
             steerings = judges.live.steerings_for(decision)
         elif unread and decision.action in PASSES:
             steerings = asking.exchange.record.armed = ()
-        request = redacted_and_routed(request, decision, judges)
+        request = await as_decided(request, decision, judges, asking.threads)
         asked = judges.ask_again(request.roles, steerings, request.unplaced)
         if reason := asking.services.unread(request.model):
             if decision.steer:
@@ -222,6 +241,7 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
         elif unread:
             asked = replace(asked, spec=judges.live.steering_spec(steerings, request.roles))
         again = replace(asking, request=request, asked=asked)
+        await again.write()
         async with again.send(early=False) as opening:
             answer = await opening
             if refusal := await spec_refusal(answer):
@@ -255,12 +275,25 @@ async def _give_up(asking: _Asking, wanted: Decision) -> None:
     await block(asking.exchange, asking.request, blocked)
 
 
+def redactions_of(decision: Decision, judges: Judges) -> list[Redaction]:
+    """What rules take out of a request."""
+    rules = [judges.live.rule(hit.rule) for hit in decision.hits if hit.action == "redact" and hit.mode == "enforce"]
+    return [rule.redact for rule in rules if rule.stage == "prompt" and rule.redact is not None]
+
+
 def redacted_and_routed(request: GuardedRequest[F], decision: Decision, judges: Judges) -> GuardedRequest[F]:
     """The request with everything that rules redact in it, for the model that a rule routes to."""
-    for hit in decision.hits:
-        rule = judges.live.rule(hit.rule)
-        if rule.stage == "prompt" and rule.redact is not None and hit.action == "redact" and hit.mode == "enforce":
-            request = request.redacted(rule.redact.messages, rule.redact.replacement)
+    if redactions := redactions_of(decision, judges):
+        request = request.redacted(redactions)
     if decision.action == "route" and decision.by is not None and decision.by.route is not None:
         request = request.routed(decision.by.route.model)
     return request
+
+
+async def as_decided(
+    request: GuardedRequest[F], decision: Decision, judges: Judges, threads: TextThreads
+) -> GuardedRequest[F]:
+    """The same; in a thread where all of the request is copied."""
+    if not redactions_of(decision, judges):
+        return redacted_and_routed(request, decision, judges)
+    return await threads.parse(lambda: redacted_and_routed(request, decision, judges).worked_out())

@@ -7,31 +7,40 @@ read the model are unavailable here, never clean: ``on_error`` decides.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from guard.policy import Decision, Judges
 from guard.policy.judged_paths import EMBEDDINGS
+from guard.policy.schema import Redaction
 from guard.proxy.body import GuardedRequest
-from guard.proxy.chat import redacted_and_routed
+from guard.proxy.chat import as_decided as one_as_decided
+from guard.proxy.chat import redactions_of
+from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import InvalidRequestError, RoutingError, SteeringError
 from guard.proxy.exchange import Exchange
 from guard.proxy.readouts import Finding
 from guard.proxy.relay import relay
 from guard.proxy.services import Services
-from guard.proxy.shown_texts import AS_TOKENS, around, documents_unplaced
+from guard.proxy.shown_texts import AROUND, AS_TOKENS, around, documents_unplaced
 from guard.proxy.text_judged import STEERS, judged_by_texts
 from guard.proxy.wire import Fields, Slot, Texts
-from guard.proxy.wire_choices import PROMPT_ROLE, chat_form
+from guard.proxy.wire_choices import PROMPT_ROLE, beside_texts, chat_form
 
 NOT_READ = Finding(None, "the model is not read while it embeds")
 MAX_PROMPTS = 2048
 """Most texts or conversations of one request, as OpenAI has it for texts: each is judged by itself."""
 
-MAX_REPEATED = 4_000_000
-"""Most characters of what templates may show beside a prompt, such as tools, in all prompts together: each may have
-them, and so each is judged with them."""
+MAX_REPEATED, MAX_REPEATED_VALUES = 4_000_000, 400_000
+"""Most characters, and most values however short, of what templates may show beside a prompt, such as tools, in all
+prompts together: each may have them, and so each is judged with them."""
+
+SHOWN = ("model", *AROUND)
+"""Fields of which texts of a prompt are made beside its own. Others are not copied, or looked at, for each."""
 
 
 def _check(fields: Fields) -> None:
@@ -83,7 +92,7 @@ def _check_conversations(fields: Fields, name: str) -> None:
         if not isinstance(messages, list):
             raise InvalidRequestError(f"{where} must be a list of messages, as others are", where)
         try:
-            chat_form.check({**fields, "messages": messages})
+            chat_form.check({"messages": messages})
         except InvalidRequestError as error:
             place = (error.param or "messages").removeprefix("messages")
             raise InvalidRequestError(f"{where}: {error}", where + place) from None
@@ -93,37 +102,48 @@ def _check_number(fields: Fields, name: str) -> None:
     prompts = len(fields[name])
     if prompts > MAX_PROMPTS:
         raise InvalidRequestError(f"{name} has {prompts} entries; at most {MAX_PROMPTS} are taken", name)
-    repeated = prompts * sum(len(slot.text) for slot in around(fields))
-    if repeated > MAX_REPEATED:
-        raise InvalidRequestError(
-            f"what stands beside the prompts has {repeated} characters in all of them; at most {MAX_REPEATED} are "
-            "taken: send fewer at once",
-            name,
-        )
+    repeated = (
+        ("characters", prompts * sum(len(slot.text) for slot in around(fields)), MAX_REPEATED),
+        ("values", prompts * _values_in([fields.get(one) for one in AROUND if one in fields]), MAX_REPEATED_VALUES),
+    )
+    for what, number, most in repeated:
+        if number > most:
+            raise InvalidRequestError(
+                f"what stands beside the prompts has {number} {what} in all of them; at most {most} are taken: send "
+                "fewer at once",
+                name,
+            )
+
+
+def _values_in(value: Any) -> int:
+    """How many there are, at any depth."""
+    found, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list):
+            found += len(one)
+            waiting += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def _chats(fields: Fields) -> list[Fields]:
     """The request as chats', where it has messages, under either name and in several lists or one. The messages are the
     same objects."""
+    shown = {name: fields[name] for name in SHOWN if name in fields}
     if (name := _conversations_in(fields)) is not None:
-        return [{**fields, "messages": messages} for messages in fields[name]]
+        return [{**shown, "messages": messages} for messages in fields[name]]
     if "messages" in fields:
         return [fields]
     given = fields["input"]
-    return [{**fields, "messages": given}] if isinstance(given, list) and isinstance(given[0], dict) else []
+    return [{**shown, "messages": given}] if isinstance(given, list) and isinstance(given[0], dict) else []
 
 
 def _numbered(fields: Fields, slots: Callable[[Fields], list[Slot]]) -> list[Slot]:
-    """Slots of all its chats, whose messages are counted on; what is in no message once."""
+    """Slots inside the messages of all its chats, which are counted on."""
     found: list[Slot] = []
     number = 0
     for chat in _chats(fields):
-        for slot in slots(chat):
-            # In the request itself, not in the copy: what is redacted there is to be gone here.
-            owner = fields if slot.owner is chat else slot.owner
-            if slot.message >= 0 or not number:
-                message = slot.message + number if slot.message >= 0 else slot.message
-                found.append(replace(slot, message=message, owner=owner))
+        found += [replace(slot, message=slot.message + number) for slot in slots(chat)]
         number += len(chat["messages"])
     return found
 
@@ -138,7 +158,8 @@ def _slots(fields: Fields) -> list[Slot]:
 
 
 def _beside(fields: Fields) -> list[Slot]:
-    return _numbered(fields, chat_form.beside) if _chats(fields) else around(fields)
+    # What is in no message is there once, in the request itself: what is redacted in a copy would still be in it.
+    return _numbered(fields, beside_texts) + around(fields)
 
 
 def _roles(fields: Fields) -> tuple[str, ...]:
@@ -169,7 +190,8 @@ def prompts_of(request: GuardedRequest[Texts]) -> list[GuardedRequest[Texts]]:
     name = _prompts_in(request.fields)
     if name is None:
         return [request]
-    return [replace(request, fields={**request.fields, name: one}) for one in request.fields[name]]
+    shown = {one: request.fields[one] for one in SHOWN if one in request.fields}
+    return [GuardedRequest(request.form, {**shown, name: one}) for one in request.fields[name]]
 
 
 async def embeddings(services: Services, exchange: Exchange) -> None:
@@ -177,23 +199,40 @@ async def embeddings(services: Services, exchange: Exchange) -> None:
     request, judges, decisions = await judged_by_texts(services, exchange, embeddings_form, prompts_of, NOT_READ)
     if steers := next((one for one in decisions if one.action in STEERS), None):
         raise SteeringError(f"rule {steers.rule} steers, which an embedding cannot be")
-    request = as_decided(request, decisions, judges)
+    threads = services.threads.of(exchange.caller.key_hash)
+    request = await as_decided(request, decisions, judges, threads)
+    await request.written(threads)
     await exchange.until_client_leaves(_embed(services, exchange, request))
 
 
-def as_decided(request: GuardedRequest[Texts], decisions: Sequence[Decision], judges: Judges) -> GuardedRequest[Texts]:
+async def as_decided(
+    request: GuardedRequest[Texts], decisions: Sequence[Decision], judges: Judges, threads: TextThreads
+) -> GuardedRequest[Texts]:
     """Each prompt as its own decision has it. Raises ``RoutingError`` where they are for several models."""
     models = {one.by.route.model for one in decisions if one.action == "route" and one.by and one.by.route}
     if len(models) > 1:
         raise RoutingError("rules route prompts of one request to several models; send one each")
     name = _prompts_in(request.fields)
     if name is None:
-        return redacted_and_routed(request, decisions[0], judges)
-    done, fields = [], request.fields
-    for prompt, decision in zip(request.fields[name], decisions, strict=True):
-        fields = redacted_and_routed(replace(request, fields={**fields, name: prompt}), decision, judges).fields
-        done.append(fields[name])
-    return replace(request, fields={**fields, name: done})
+        return await one_as_decided(request, decisions[0], judges, threads)
+    each = [redactions_of(one, judges) for one in decisions]
+    if any(each):
+        request = await threads.parse(partial(_redacted_each, request, name, each))
+    return request.routed(models.pop()) if models else request
+
+
+def _redacted_each(
+    request: GuardedRequest[Texts], name: str, each: Sequence[Sequence[Redaction]]
+) -> GuardedRequest[Texts]:
+    """All is copied once, however many prompts there are."""
+    fields = copy.deepcopy(request.fields)
+    shown = {one: fields[one] for one in SHOWN if one in fields}
+    for i, redactions in enumerate(each):
+        if redactions:
+            shown[name] = fields[name][i]
+            GuardedRequest(request.form, shown).redact(redactions)
+            fields[name][i] = shown[name]
+    return replace(request, fields={**fields, **shown, name: fields[name]})
 
 
 async def _embed(services: Services, exchange: Exchange, request: GuardedRequest[Texts]) -> None:

@@ -12,7 +12,9 @@
     │   └── ModelNotFoundError    404  a model that vLLM does not serve
     ├── MethodError               405  the wrong method for the path
     ├── RateLimitedError          429  a limit of the key or of its tenant is reached
+    ├── TooManyTextsError         429  too many texts of the key wait to be read
     ├── OverloadedError           503  the proxy has as many requests under way as it may
+    ├── TextsWaitError            503  the request's texts waited too long to be read
     ├── BlockedError              400  a rule hit
     ├── GuardUnavailableError     503  a rule that blocks on_error got no score
     ├── SteeringError             502  vLLM cannot steer as the policy says
@@ -42,6 +44,10 @@ from guard.telemetry.record import LimitKind, LimitScope, Outcome
 
 NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
 """For OpenAI's clients: the same request would come to the same end."""
+
+
+SOON: Mapping[str, str] = {"retry-after": "1", "retry-after-ms": "1000"}
+"""Headers for who may well try again at once."""
 
 
 class ApiError(Exception):
@@ -158,6 +164,21 @@ class OverloadedError(ApiError):
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
         self.headers = _later(retry_s)
+
+
+class TooManyTextsError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_texts"
+    outcome = "refused"
+    headers: Mapping[str, str] = SOON
+
+
+class TextsWaitError(ApiError):
+    status = 503
+    code = "texts_wait"
+    outcome = "refused"
+    headers: Mapping[str, str] = SOON
 
 
 def _later(retry_s: float) -> dict[str, str]:

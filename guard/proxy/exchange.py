@@ -6,7 +6,7 @@ Owns the ASGI calls and the headers of every answer. Never knows what is answere
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,6 +26,9 @@ from guard.telemetry.tracing import CONTEXT_HEADERS, Trace
 
 T = TypeVar("T")
 JSON = {"content-type": "application/json"}
+
+Afterwards = Callable[[float], Awaitable[object]]
+"""What is done within so many seconds when a request has ended."""
 
 
 class ClientGoneError(Exception):
@@ -69,7 +72,8 @@ class Exchange:
     ``affinity``: equal for requests whose prompts begin alike. ``judges``: once they are
     chosen. ``capturing``: the texts, where the policy lets them be kept. ``trace``: its span, where there are traces.
     ``via``: the guards that it came through, and this one.
-    ``sent``: what a model server was asked last, ``sent_times`` at once; None: nothing yet."""
+    ``sent``: what a model server was asked last, ``sent_times`` at once; None: nothing yet. ``afterwards``: what the
+    record waits for and the client does not."""
 
     scope: Scope
     receive: Receive
@@ -88,6 +92,7 @@ class Exchange:
     headers: Headers = field(init=False)
     streaming: bool = False
     ended: bool = False
+    afterwards: list[Afterwards] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.headers = Headers(scope=self.scope)
@@ -161,6 +166,11 @@ class Exchange:
             await self.respond(error.status, {**JSON, **error.headers}, body)
         elif self.streaming:
             await self.end((b"event: error\n" if self.named_errors else b"") + b"data: " + body + b"\n\n")
+
+    async def settle(self, limit_s: float) -> None:
+        """Do what is left for afterwards, all of it at once."""
+        if self.afterwards:
+            await asyncio.gather(*(work(limit_s) for work in self.afterwards))
 
     def withhold(self, texts: Mapping[Unit, str]) -> None:
         """Texts of an answer that the client does not get."""

@@ -6,6 +6,7 @@ last frames afterwards.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,10 @@ from guard.proxy.verdict import blocked
 from guard.proxy.wire import DATA, Form, Frame, answer_json, compact, frames_of
 from guard.proxy.wire_choices import DONE_FRAME, hide_token_ids
 from guard.proxy.withholding import Withheld
+from guard.telemetry.record import Answered, RequestRecord
+
+FRAMES_AT_ONCE = 256
+"""Frames of a stream that are written before others have their turn."""
 
 ERROR: Unit = (0, "error")
 """Where a model server's error is kept, for those who may keep texts."""
@@ -42,6 +47,24 @@ async def relay_judged(
             # However it ended: what rules made of it until then.
             exchange.record.answer = judge.answered(attempts) or exchange.record.answer
     return await _whole(exchange, request, await answer.whole(), judge, attempts)
+
+
+async def settle_answer(record: RequestRecord, judge: AnswerJudge, attempts: int, limit_s: float) -> None:
+    """Put on the record what detectors that nobody waited for say of an answer, within so many seconds after it."""
+    told = judge.answered(attempts)
+    has_more = await judge.settle(limit_s)
+    new = judge.answered(attempts)
+    if new is None or not has_more:
+        return
+
+    def with_more(one: Answered) -> Answered:
+        if told is None or one.attempts != attempts:
+            return one
+        # What was made of it in the end may be another decision.
+        return replace(new, decision=new.decision if one.decision is told.decision else one.decision)
+
+    record.earlier = tuple(with_more(one) for one in record.earlier)
+    record.answer = new if record.answer is None else with_more(record.answer)
 
 
 async def block(exchange: Exchange, request: GuardedRequest[Form], decision: Decision) -> None:
@@ -187,14 +210,20 @@ class _Stream:
             await self.exchange.start(200, self.answer.headers)
         held_s = time.perf_counter() - min(frame.came_s for frame in frames)
         self.exchange.record.held_s = max(held_s, self.exchange.record.held_s or 0.0)
-        for frame in frames:
-            self.judge.redact(frame)
-            self.released_tokens += frame.tokens
-            self.first = self.first or frame.data
-            self.last = frame.data or self.last
-            if self.request.form.has_items and frame.data is not None:
-                self.items.add(frame.data)
-        await self.exchange.stream(b"".join(frame.to_bytes() for frame in frames))
+        for i in range(0, len(frames), FRAMES_AT_ONCE):
+            await self.exchange.stream(b"".join(map(self._released, frames[i : i + FRAMES_AT_ONCE])))
+            # Of an answer that was held there may be many thousands.
+            await asyncio.sleep(0)
+
+    def _released(self, frame: Frame) -> bytes:
+        """A frame as the client gets it."""
+        self.judge.redact(frame)
+        self.released_tokens += frame.tokens
+        self.first = self.first or frame.data
+        self.last = frame.data or self.last
+        if self.request.form.has_items and frame.data is not None:
+            self.items.add(frame.data)
+        return frame.to_bytes()
 
     async def _block(self, decision: Decision) -> None:
         exchange, record = self.exchange, self.exchange.record

@@ -6,14 +6,16 @@ Owns what is known of one answer, and which of its characters a redaction takes 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from detectors.base import Score, SecondPass
-from detectors.deadline import TooLateError
 from guard.mia.results import Readouts, join
 from guard.policy import BoundPolicy, Decision, Judges, Question, RuleHit
 from guard.policy.judges import STREAM
@@ -21,8 +23,10 @@ from guard.policy.measuring import NOT_YET, Measurement, Part
 from guard.policy.over_time import Seen
 from guard.policy.schema import LATER, SEVERITY, Stage, detectors_in
 from guard.proxy.client_threads import TextThreads
+from guard.proxy.errors import ApiError
 from guard.proxy.readouts import most_complete
 from guard.proxy.second_pass import PassReader, SecondPassError, spec_of
+from guard.proxy.text_reading import LATE, PENDING, Reader, Reading, read_by_each
 from guard.proxy.wire import Frame, Piece
 from guard.telemetry.record import Answered, Moment
 
@@ -33,11 +37,12 @@ NOWHERE: Unit = (-1, "")
 """No unit of any answer."""
 
 WHOLE = " whole"
-"""Ends the name of a channel's second copy, which some APIs send at its end."""
+"""In the name of a channel's second copy, which some APIs send at its end; a number behind it tells several apart."""
 
 MAX_MOMENTS = 128
 """Longest course of a stream's scores that is kept; from there on every second moment of it is forgotten."""
 
+UNREAD = ("", Score("not_applicable", reason="nothing of the answer has been read yet"))
 NO_WORDS = Score("not_applicable", reason="the answer says nothing in words")
 PASS_LATE = Score("unavailable", reason="the second pass did not come in time", timed_out=True)
 
@@ -109,6 +114,10 @@ class _Kept:
         )
 
 
+_Before = tuple[tuple[_Kept, _Kept], list[Moment], Ruling | None]
+"""What was known of an answer before it was judged at its end."""
+
+
 @dataclass
 class AnswerJudge:
     """One answer. ``prompt``: readouts of its prompt as far as there are any; ``reason``: why there are none;
@@ -122,7 +131,6 @@ class AnswerJudge:
     conversation: Conversation = field(default_factory=Conversation)
     texts: dict[Unit, str] = field(default_factory=dict)
     tokens: Counter[int] = field(default_factory=Counter)
-    marks: dict[Unit, list[Mark]] = field(default_factory=dict)
     ruling: Ruling | None = None
     second_pass_s: float | None = None
     course: list[Moment] = field(default_factory=list)
@@ -131,8 +139,18 @@ class AnswerJudge:
     _live: _Kept = field(default_factory=_Kept)
     _beside: _Kept = field(default_factory=_Kept)
     _grown: dict[int, Readouts] = field(default_factory=dict)
+    _rulings: dict[Unit, tuple[Decision, Mapping[str, Score]]] = field(default_factory=dict)
+    _marked: dict[Unit, list[Mark]] = field(default_factory=dict)
     _taken: int = 0
-    _read: dict[Unit, tuple[str, dict[str, Score]]] = field(default_factory=dict)
+    _read: dict[tuple[Unit, str], tuple[str, Score]] = field(default_factory=dict)
+    _units_read: list[Unit] = field(default_factory=list)
+    _reading: Reading = field(default_factory=lambda: Reading([]))
+    _passing: dict[tuple[str, str], asyncio.Task[Score]] = field(default_factory=dict)
+    _passed: dict[Unit, dict[str, Score]] = field(default_factory=dict)
+    _settle: Callable[[], None] | None = None
+    _readouts: Sequence[Readouts] = ()
+    _unjudged: bool = False
+    _copies: dict[Unit, dict[str, Unit]] = field(default_factory=dict)
     _replaced_at: dict[Unit, int] = field(default_factory=dict)
 
     @property
@@ -143,27 +161,80 @@ class AnswerJudge:
 
     def add(self, frame: Frame) -> None:
         """The next part of the answer."""
+        self._unjudged = True
         for piece in frame.pieces:
-            unit = unit_of(piece)
+            text = piece.text
+            unit = self._copy(unit_of(piece), text) if piece.whole else unit_of(piece)
             before = "" if piece.whole else self.texts.get(unit, "")
+            frame.units.append(unit)
             frame.starts.append(len(before))
-            self.texts[unit] = before + piece.text
+            self.texts[unit] = before + text
             self.tokens[piece.choice] += piece.tokens
         if frame.choice is not None:
             frame.place = self.tokens[frame.choice]
 
+    def _copy(self, unit: Unit, text: str) -> Unit:
+        """The unit of a text that comes whole. It may come several times, each spelt in its own way: each spelling is
+        a text of its own, as what is found in one stands elsewhere in another."""
+        copies = self._copies.setdefault(unit, {})
+        choice, channel = unit
+        return copies.setdefault(text, (choice, f"{channel}{len(copies)}") if copies else unit)
+
     async def check(self, readouts: Sequence[Readouts] = (), *, complete: bool) -> Ruling:
         """Judge what there is so far. What hit before stays."""
-        self._answered = None
+        self._answered, self._readouts = None, readouts
         stages = LATER if complete else STREAM
-        texts = await self._texts(stages)
+        texts = await self._texts(stages, complete=complete)
         passes = await self._passes() if complete else {}
         self._take(readouts)
+        if complete and (self._reading.under_way or self._passing):
+            before = copy.deepcopy((self._live, self._beside)), [*self.course], self.ruling
+            self._settle = partial(self._judge_again, before, readouts)
+        return self._rule(texts, passes, readouts, stages, complete=complete)
+
+    async def settle(self, limit_s: float) -> bool:
+        """Wait so long for what was not waited for, and judge once more with what has come. Whether there was any.
+        A stream whose client left while its last part was being judged is judged that far."""
+        if self._unjudged and self.judges_streams and limit_s > 0:
+            with suppress(TimeoutError, ApiError):
+                async with asyncio.timeout(limit_s):
+                    await self.check(self._readouts, complete=False)
+        settle, self._settle = self._settle, None
+        if settle is None:
+            self._reading.stop()
+            return not self.complete
+        try:
+            both = (self._reading.settle(limit_s), _ended([*self._passing.values()], limit_s))
+            await asyncio.gather(*both)
+        finally:
+            self._reading.stop()
+            settle()
+        return True
+
+    def _judge_again(self, before: _Before, readouts: Sequence[Readouts]) -> None:
+        (self._live, self._beside), self.course[:], self.ruling = before
+        self._answered = None
+        scores = {key: _result(task) for key, task in self._passing.items()}
+        passes = {
+            unit: {**known, **{key: score for (key, text), score in scores.items() if text == self.texts.get(unit)}}
+            for unit, known in self._passed.items()
+        }
+        self._rule(self._scores_of_texts(), passes, readouts, LATER, complete=True)
+
+    def _rule(
+        self,
+        texts: Mapping[Unit, Mapping[str, Score]],
+        passes: Mapping[Unit, Mapping[str, Score]],
+        readouts: Sequence[Readouts],
+        stages: Sequence[Stage],
+        *,
+        complete: bool,
+    ) -> Ruling:
         found = []
         for unit in self._units(readouts):
             known = {**texts.get(unit, {}), **passes.get(unit, passes.get(NOWHERE, {}))}
             found.append(self._judged(unit, known, readouts, stages))
-        self.complete = complete
+        self.complete, self._unjudged = complete, False
         self._note(found)
         rulings = [*([self.ruling] if self.ruling else []), *found]
         worst = max(rulings, key=lambda one: severity_of(one.decision))
@@ -205,18 +276,19 @@ class AnswerJudge:
 
     def redact(self, frame: Frame) -> None:
         """Take out of a frame what is marked there."""
-        for piece, start in zip(frame.pieces, frame.starts, strict=True):
-            unit = unit_of(piece)
+        for piece, unit, start in zip(frame.pieces, frame.units, frame.starts, strict=True):
             if piece.whole:
                 self._replaced_at.pop(unit, None)
-            if (marks := self.marks.get(unit)) and (text := self._without(unit, piece.text, start, marks)) is not None:
+            if (marks := self._marks_of(unit)) and (text := self._without(unit, piece.text, start, marks)) is not None:
                 piece.replace(text)
                 frame.changed = True
 
     def _without(self, unit: Unit, text: str, start: int, marks: Sequence[Mark]) -> str | None:
         """The text, which begins at ``start`` of its unit, without what is marked; None when nothing of it is."""
         end, at, kept = start + len(text), start, []
-        here = [mark for mark in marks if mark.start < end and mark.end > start]
+        # They are in order, and there may be many of them and of such pieces.
+        first = bisect_right(marks, start, key=lambda one: one.end)
+        here = marks[first : bisect_left(marks, end, lo=first, key=lambda one: one.start)]
         for mark in here:
             kept.append(text[at - start : max(at, mark.start) - start])
             if not mark.start <= self._replaced_at.get(unit, -1) < mark.end:
@@ -233,28 +305,47 @@ class AnswerJudge:
         ]
         return list(dict.fromkeys([*self.texts, *silent])) or [(0, "")]
 
-    async def _texts(self, stages: Sequence[Stage]) -> dict[Unit, dict[str, Score]]:
-        """Scores of detectors that read text: of every text that is new, in a thread, within a bounded time."""
-        units = self.texts or {(0, ""): ""}
-        late = self.judges.unread(stages, Score("unavailable", reason="the text was not read in time", timed_out=True))
-        if not late:
+    async def _texts(self, stages: tuple[Stage, ...], *, complete: bool) -> dict[Unit, dict[str, Score]]:
+        """Scores of detectors that read text: of every text that is new, in threads, each within a bounded time."""
+        self._reading.take()
+        if complete:
+            # Of what is not all of it, nothing is wanted any more.
+            self._reading.stop()
+        busy = self._reading.under_way
+        readers = [one for one in self.judges.readers(stages) if one.key not in busy]
+        units = {**self.texts} or {(0, ""): ""}
+        self._units_read = list(units)
+        if not (readers or busy):
             return {}
-        read, characters = partial(self._read_texts, dict(units), stages), sum(map(len, units.values()))
-        try:
-            return await self.threads.read(characters, read, self.judges.live.answer_timeout_s)
-        except (TimeoutError, TooLateError):
-            return dict.fromkeys(units, late)
+        works = {
+            one.key: Reader(partial(self._read_by, one, units), self.judges.wait_for(one, stages)) for one in readers
+        }
+        characters = sum(map(len, units.values()))
+        earlier = self._reading
+        self._reading = await read_by_each(works, [LATE] * len(units), characters, self.threads)
+        self._reading.carry_on(earlier)
+        self._reading.take()
+        return self._scores_of_texts()
 
-    def _read_texts(self, units: Mapping[Unit, str], stages: Sequence[Stage]) -> dict[Unit, dict[str, Score]]:
+    def _scores_of_texts(self) -> dict[Unit, dict[str, Score]]:
+        """Of each text that was read last. What nobody waits for is what it was before as long as it does not come."""
+        found = {}
+        for unit, scores in zip(self._units_read, self._reading.each, strict=True):
+            found[unit] = {
+                key: self._read.get((unit, key), UNREAD)[1] if score is PENDING else score
+                for key, score in scores.items()
+            }
+        return found
+
+    def _read_by(self, reader: Measurement, units: Mapping[Unit, str]) -> list[Score]:
+        """One detector's scores of the texts, those that it has read as they are as they were."""
+        found = []
         for unit, text in units.items():
-            known = self._read.get(unit)
-            if (
-                known is None
-                or known[0] != text
-                or not known[1].keys() >= self.judges.unread(stages, Score("scored")).keys()
-            ):
-                self._read[unit] = (text, self.judges.read_answer(text, stages))
-        return {unit: self._read[unit][1] for unit in units}
+            known = self._read.get((unit, reader.key))
+            if known is None or known[0] != text:
+                known = self._read[unit, reader.key] = (text, reader.score_text(text))
+            found.append(known[1])
+        return found
 
     async def _passes(self) -> dict[Unit, dict[str, Score]]:
         """Scores of detectors that have the model read something about the answer: of each of its texts, within a
@@ -270,22 +361,24 @@ class AnswerJudge:
             for one in asking
             for text in dict.fromkeys(said.values())
         }
+        acting = {one.key: self.judges.wait_for(one, LATER) for one in asking}
+        waited = [task for (key, _), task in tasks.items() if acting[key].acts]
         try:
-            if tasks:
-                await asyncio.wait(tasks.values(), timeout=self.judges.live.answer_timeout_s)
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await _ended(waited, max((one.limit_s for one in acting.values() if one.acts), default=0.0))
+        except BaseException:
+            await _ended([*tasks.values()], 0.0)
+            raise
         self.second_pass_s = time.perf_counter() - began_s
-        scores = {key: PASS_LATE if task.cancelled() else task.result() for key, task in tasks.items()}
-        none = dict.fromkeys((one.key for one in asking), NO_WORDS)
-        return {NOWHERE: none} | {
-            unit: {one.key: scores[one.key, text] for one in asking} for unit, text in said.items()
+        self._passing = {at: task for at, task in tasks.items() if not acting[at[0]].acts}
+        none = dict.fromkeys(acting, NO_WORDS)
+        self._passed = {NOWHERE: none} | {
+            unit: {key: UNREAD[1] if (key, text) in self._passing else _result(tasks[key, text]) for key in acting}
+            for unit, text in said.items()
         }
+        return self._passed
 
     def _in_words(self, unit: Unit) -> bool:
-        return self.conversation.words(unit[1].removesuffix(WHOLE))
+        return self.conversation.words(channel_of(unit))
 
     async def _pass(self, one: Measurement, text: str) -> Score:
         asked = one.second_pass(text, self.conversation.parts, self.conversation.roles)
@@ -344,9 +437,19 @@ class AnswerJudge:
         live = [one for one, _ in both]
         shadows = [one for _, one in both if one is not None]
         decision = joined(max(live, key=severity_of), live)
-        self.marks[unit] = self._marks(decision, scores.live)
+        self._rulings[unit] = decision, scores.live
+        self._marked.pop(unit, None)
         shadow = joined(max(shadows, key=severity_of), shadows) if shadows else None
         return Ruling(unit[0], scores.live, decision, shadow, scores.shadow)
+
+    def _marks_of(self, unit: Unit) -> list[Mark]:
+        """What is marked in a text as it was judged last. Found when it is first asked for: while an answer is held,
+        it is judged far more often than it is let go."""
+        if unit not in self._rulings:
+            return []
+        if unit not in self._marked:
+            self._marked[unit] = self._marks(*self._rulings[unit])
+        return self._marked[unit]
 
     def _marks(self, decision: Decision, scores: Mapping[str, Score]) -> list[Mark]:
         found = []
@@ -360,8 +463,29 @@ class AnswerJudge:
         return _merged(found)
 
 
+async def _ended(tasks: Collection[asyncio.Task[Score]], limit_s: float) -> None:
+    """Those that do not end within so many seconds are cancelled."""
+    if not tasks:
+        return
+    try:
+        await asyncio.wait(tasks, timeout=limit_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _result(task: asyncio.Task[Score]) -> Score:
+    return PASS_LATE if not task.done() or task.cancelled() else task.result()
+
+
 def unit_of(piece: Piece) -> Unit:
     return piece.choice, piece.channel + (WHOLE if piece.whole else "")
+
+
+def channel_of(unit: Unit) -> str:
+    """The channel that a unit is of, or a second copy of."""
+    return unit[1].rpartition(WHOLE)[0] if WHOLE in unit[1] else unit[1]
 
 
 def _merged(marks: Iterable[Mark]) -> list[Mark]:

@@ -29,6 +29,9 @@ log = logging.getLogger("guard.proxy")
 LAST_WORDS_S = 1.0
 """How long a client may take to accept that the proxy stops."""
 
+AFTERWARDS_S = 1.5
+"""How long a record waits for what its client did not: shorter than a stop waits for records."""
+
 Handler = Callable[[Services, Exchange], Awaitable[None]]
 
 
@@ -57,8 +60,11 @@ class Recorded:
         exchange.trace = services.tracing.begin(record, scope["method"], exchange.headers)
         try:
             await answer(exchange, self._admitted(exchange))
-        finally:
             record.total_s = time.perf_counter() - record.started_s
+            with contextlib.suppress(asyncio.CancelledError):
+                await exchange.settle(0.0 if services.draining else AFTERWARDS_S)
+        finally:
+            record.total_s = record.total_s or time.perf_counter() - record.started_s
             self._in_flight.dec()
             services.metrics.count(record)
             refused_early = not exchange.known or record.limit is not None

@@ -66,8 +66,18 @@ def affinity_of(fields: Mapping[str, Any]) -> bytes:
         first = first[0]
     if isinstance(first, dict) and isinstance(first.get("content"), str):
         first = first["content"]
-    text = (first if isinstance(first, str) else json.dumps(first))[:COMPARED_CHARACTERS]
+    text = first[:COMPARED_CHARACTERS] if isinstance(first, str) else _beginning(first)
     return hashlib.sha256(f"{fields.get('model')}\n{text}".encode("utf-8", "surrogatepass")).digest()
+
+
+def _beginning(value: Any) -> str:
+    """Of its JSON, so many characters; the rest is not written."""
+    written = ""
+    for part in json.JSONEncoder().iterencode(value):
+        written += part
+        if len(written) >= COMPARED_CHARACTERS:
+            break
+    return written[:COMPARED_CHARACTERS]
 
 
 def _weight(affinity: bytes, url: str) -> bytes:

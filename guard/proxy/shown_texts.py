@@ -129,7 +129,7 @@ def unread_files(fields: Fields) -> str:
         if not isinstance(one, dict):
             continue
         held, source = one.get(FILE), one.get(SOURCE)
-        if any(name in place for place in (one, held) if isinstance(place, dict) for name in FILES):
+        if any(place.get(name) is not None for place in (one, held) if isinstance(place, dict) for name in FILES):
             return UNREAD_FILE
         if isinstance(source, dict) and one.get("type") != "image":
             if source.get("type") not in ("text", "content"):
@@ -152,7 +152,8 @@ def media_in(fields: Fields) -> int:
         if isinstance(one, list):
             waiting += one
         if isinstance(one, dict):
-            found += not PICTURED.isdisjoint(one) or isinstance(one.get(SOURCE), dict)
+            shown = any(one[name] is not None for name in PICTURED & one.keys())
+            found += shown or isinstance(one.get(SOURCE), dict)
             waiting += [one[name] for name in STRUCTURE if name in one]
     return found
 

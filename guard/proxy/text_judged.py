@@ -25,7 +25,7 @@ from guard.proxy.judging import joined, severity_of
 from guard.proxy.readouts import Finding
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
-from guard.proxy.verdict import Judged, blocked, judged, note, read_each
+from guard.proxy.verdict import Judged, blocked, judged, note, note_scores, read_each
 from guard.proxy.wire import Texts
 
 Request = GuardedRequest[Texts]
@@ -53,37 +53,50 @@ async def judged_by_texts(
     exchange.affinity = affinity_of(request.fields)
     judges = judges_for(services.policies, exchange, request.model)
     exchange.capturing = capturing_of(judges, request, record)
-    found = await judged_each(judges, prompts_of(request), not_read, threads)
-    together = joined_of(judges, found)
-    note(judges, together, record)
-    # No gate can open.
-    record.armed = ()
+    prompts = prompts_of(request)
+    if len(prompts) > 1:
+        # Many take a while, here and below, and nobody else is to wait for it.
+        await threads.parse(lambda: [one.worked_out() for one in prompts])
+    found = await judged_each(judges, prompts, not_read, threads, exchange)
     record.own_s = time.perf_counter() - began_s
-    if together.decision.action == "block":
-        raise blocked(together.decision)
+    if record.decision is not None and record.decision.action == "block":
+        raise blocked(record.decision)
     return request, judges, [one.decision for one in found]
 
 
 async def judged_each(
-    judges: Judges, prompts: Sequence[Request], not_read: Finding, threads: TextThreads
+    judges: Judges,
+    prompts: Sequence[Request],
+    not_read: Finding,
+    threads: TextThreads,
+    exchange: Exchange | None = None,
 ) -> list[Judged]:
-    """Each prompt by its texts alone. ``not_read``: why the model is not read."""
+    """Each prompt by its texts alone, and what they come to together on the record of ``exchange``, where there is one.
+    ``not_read``: why the model is not read."""
     texts = await read_each(judges, prompts, threads)
 
-    def judge() -> list[Judged]:
+    def judge() -> tuple[list[Judged], Judged]:
         # Whatever a detector's scope, it is not the conversation that keeps it from reading.
-        return [
+        found = [
             judged(
                 judges,
                 judges.ask(one.roles, replace(one.form.unplaced(one.fields), whole=not_read.reason)),
                 not_read,
                 read,
             )
-            for one, read in zip(prompts, texts, strict=True)
+            for one, read in zip(prompts, texts.each, strict=True)
         ]
+        return found, joined_of(judges, found)
 
-    # Many take a while, and nobody else is to wait for it.
-    return judge() if len(prompts) == 1 else await threads.parse(judge)
+    found, together = judge() if len(prompts) == 1 else await threads.parse(judge)
+    if exchange is not None:
+        record = exchange.record
+        texts.again = lambda: note_scores(judges, judge()[1], record)
+        exchange.afterwards.append(texts.settle)
+        note(judges, together, record)
+        # No gate can open.
+        record.armed = ()
+    return found
 
 
 def joined_of(judges: Judges, found: Sequence[Judged]) -> Judged:

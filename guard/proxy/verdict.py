@@ -11,17 +11,19 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from detectors.base import Score
-from detectors.deadline import TooLateError
 from guard.policy import Decision, Judges, Question
 from guard.policy.judges import PROMPT, Scores
+from guard.policy.measuring import Measurement, at_least
 from guard.policy.way import way_of
 from guard.proxy.answer import Answer, PlainAnswer, Whole
 from guard.proxy.body import GuardedRequest
 from guard.proxy.client_threads import TextThreads
 from guard.proxy.errors import ApiError, BlockedError, GuardUnavailableError
 from guard.proxy.readouts import Finding
+from guard.proxy.text_reading import LATE, Reader, Reading, read_by_each
 from guard.proxy.window_passes import WindowPasses
 from guard.proxy.wire import Texts
 from guard.telemetry.record import Beside, RequestRecord
@@ -41,34 +43,37 @@ def blocked(decision: Decision) -> ApiError:
     return BlockedError(f"{decision.message} (rule {decision.rule})")
 
 
-async def read_texts(judges: Judges, request: GuardedRequest[Texts], threads: TextThreads) -> TextScores:
-    """Scores by key of the detectors that read the prompt's text; in a thread, so that nobody else waits."""
-    (scores,) = await read_each(judges, [request], threads)
-    return scores
+async def read_texts(judges: Judges, request: GuardedRequest[Texts], threads: TextThreads) -> Reading:
+    """Scores of the detectors that read the prompt's text. Raises ``ApiError`` where it gets no turn."""
+    return await read_each(judges, [request], threads)
 
 
-async def read_each(
-    judges: Judges, requests: Sequence[GuardedRequest[Texts]], threads: TextThreads
-) -> list[TextScores]:
-    """The same of several prompts, in one bounded time for all."""
-    late = judges.unread(PROMPT, Score("unavailable", reason="the text was not read in time", timed_out=True))
-    if not late:
-        return [{} for _ in requests]
-    unread = [one.unread for one in requests]
-    missing = [judges.unread(PROMPT, Score("unavailable", reason=why)) if why else None for why in unread]
-    if all(missing):
-        return [one or late for one in missing]
+async def read_each(judges: Judges, requests: Sequence[GuardedRequest[Texts]], threads: TextThreads) -> Reading:
+    """The same of several prompts, each detector in one bounded time for all."""
+    readers = judges.readers(PROMPT)
+    if not readers:
+        return Reading([{} for _ in requests])
+    # What is missing of a prompt is so in time and out of time.
+    late = [Score("unavailable", reason=why) if (why := one.unread) else LATE for one in requests]
+    if not any(map(_readable, requests)):
+        return Reading([dict.fromkeys((one.key for one in readers), missing) for missing in late])
+    works = {one.key: Reader(partial(_read_by, one, requests, late), judges.wait_for(one, PROMPT)) for one in readers}
+    return await read_by_each(works, late, sum(one.characters for one in requests), threads)
 
-    def read() -> list[TextScores]:
-        return [
-            without or judges.read_prompt(one.texts, one.roles) for one, without in zip(requests, missing, strict=True)
-        ]
 
-    limit_s = judges.live.hold_s or judges.live.prompt_timeout_s
-    try:
-        return await threads.read(sum(one.characters for one in requests), read, limit_s)
-    except (TimeoutError, TooLateError):
-        return [one or late for one in missing]
+def _read_by(reader: Measurement, requests: Sequence[GuardedRequest[Texts]], missing: Sequence[Score]) -> list[Score]:
+    return [_read(reader, one) if _readable(one) else without for one, without in zip(requests, missing, strict=True)]
+
+
+def _readable(request: GuardedRequest[Texts]) -> bool:
+    """Whether there is anything to read, be it the text of nothing."""
+    return bool(request.texts) or not request.unread
+
+
+def _read(reader: Measurement, request: GuardedRequest[Texts]) -> Score:
+    """The score of what is there; where there is more it is what the whole has at least."""
+    score = reader.score_prompt(request.texts, request.roles)
+    return at_least(score, request.unread) if request.unread else score
 
 
 async def decide(
@@ -77,7 +82,7 @@ async def decide(
     opening: asyncio.Task[Answer],
     record: RequestRecord,
     sent_s: float,
-    texts: TextScores,
+    texts: Reading,
     windows: WindowPasses | None,
     *,
     waits: bool,
@@ -116,9 +121,15 @@ class Judged:
     would: Decision | None
 
 
-def judge(judges: Judges, asked: Question, finding: Finding, record: RequestRecord, texts: TextScores) -> Decision:
-    """The decision on a prompt, put on the record too."""
-    found = judged(judges, asked, finding, texts)
+def judge(judges: Judges, asked: Question, finding: Finding, record: RequestRecord, texts: Reading) -> Decision:
+    """The decision on a prompt, put on the record too, and again when its last texts have been read. ``texts``: of one
+    prompt."""
+
+    def again() -> None:
+        note_scores(judges, judged(judges, asked, finding, texts.each[0]), record)
+
+    texts.again = again
+    found = judged(judges, asked, finding, texts.each[0])
     note(judges, found, record)
     return found.decision
 
@@ -131,10 +142,15 @@ def judged(judges: Judges, asked: Question, finding: Finding, texts: TextScores)
 
 def note(judges: Judges, found: Judged, record: RequestRecord) -> None:
     """Put on the record what a prompt was judged by."""
-    record.scores, record.measured, record.decision = found.scores.live, judges.live.digests, found.decision
-    record.prompt_way = way_of(judges.live.rules, found.decision)
+    note_scores(judges, found, record)
     record.decided_s = time.perf_counter()
     record.armed = found.asked.armed
+
+
+def note_scores(judges: Judges, found: Judged, record: RequestRecord) -> None:
+    """The same without when."""
+    record.scores, record.measured, record.decision = found.scores.live, judges.live.digests, found.decision
+    record.prompt_way = way_of(judges.live.rules, found.decision)
     if found.would is not None and judges.shadow is not None:
         shadow = judges.shadow
         record.shadow = Beside(shadow.name, shadow.hash, found.scores.shadow, shadow.digests, found.would)

@@ -259,12 +259,14 @@ def as_one(data: Fields) -> list[tuple[int | None, Fields]]:
 @dataclass
 class Frame:
     """One server-sent event. ``data``: its JSON, None where it has none. ``place``: how many tokens of its choice there
-    are up to its end. ``starts``: where in its channel each piece begins. ``came_s``: when, by ``perf_counter``."""
+    are up to its end. ``units``: the text that each piece is of, as it is judged; ``starts``: where in that it begins.
+    ``came_s``: when, by ``perf_counter``."""
 
     raw: bytes
     data: Fields | None
     choice: int | None = None
     pieces: list[Piece] = field(default_factory=list)
+    units: list[tuple[int, str]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     place: int = 0
     changed: bool = False

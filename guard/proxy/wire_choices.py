@@ -78,13 +78,13 @@ def _slots_of_message(i: int, message: Fields) -> list[Slot]:
     ]
 
 
-def _beside_messages(fields: Fields) -> list[Slot]:
-    inside = [
+def beside_texts(fields: Fields) -> list[Slot]:
+    """What else of a chat's messages templates may show."""
+    return [
         slot
         for i, message in enumerate(fields["messages"])
         for slot in strings(i, message, _slots_of_message(i, message))
     ]
-    return [*inside, *around(fields)]
 
 
 def _slots_of_prompt(fields: Fields) -> list[Slot]:
@@ -234,7 +234,7 @@ chat_form = Form(
     check=_check_messages,
     roles=lambda fields: tuple(message["role"] for message in fields["messages"]),
     slots=_slots_of_messages,
-    beside=_beside_messages,
+    beside=lambda fields: [*beside_texts(fields), *around(fields)],
     unread=unread_files,
     unplaced=documents_unplaced,
     choices=_number_of_choices,

@@ -37,6 +37,9 @@ make of it."""
 RETURNED = ("output", "outputs", "results", "result", "tools", "error")
 """Fields of a call in which what it returned stands too."""
 
+ENDED = ("text", "arguments", "refusal", "code", "input")
+"""Fields in which an event at the end of a text has all of it."""
+
 SUMMARIES = ("content", "summary")
 CLOSING = (b"response.completed", b"response.incomplete", b"response.failed")
 
@@ -149,8 +152,12 @@ def _read(value: Any) -> list[Piece]:
             shown = [Piece(0, _channel(value, kind), value, "delta", traces=((value, "logprobs"),)), *shown]
         tokens = max(1, len(value.get("logprobs") or ()))
         return [replace(shown[0], tokens=tokens), *shown[1:]] if shown else []
-    ended = ("text", "arguments", "refusal", "name", "code", "input") if kind else ()
-    found: list[tuple[str, Any, Any]] = [(_channel(value, kind), value, name) for name in ended]
+    found: list[tuple[str, Any, Any]] = []
+    if kind:
+        ended = [name for name in ENDED if _filled(value, name)]
+        found += [(_channel(value, kind) + (f".{name}" if i else ""), value, name) for i, name in enumerate(ended)]
+        # vLLM tells the name of a call again beside its arguments.
+        found.append((f"{_channel(value, kind)}.name", value, "name"))
     found += _of_part(_channel(value, kind), value.get("part") or {})
     found += _of_item(str(value.get("output_index")), value.get("item") or {})
     answer = value if value.get("object") == "response" else value.get("response") or {}
@@ -179,7 +186,8 @@ def _filled(owner: Any, key: Any) -> bool:
 
 
 def _channel(value: Fields, kind: str) -> str:
-    return f"{value.get('output_index')}.{kind.rpartition('.')[0]}.{value.get('content_index', 0)}"
+    part = value.get("content_index", value.get("summary_index", 0))
+    return f"{value.get('output_index')}.{kind.rpartition('.')[0]}.{part}"
 
 
 def _of_item(at: str, item: Fields) -> list[tuple[str, Any, Any]]:

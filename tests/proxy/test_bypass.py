@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from detectors.base import Score
 from guard.policy.judged_paths import EMBEDDINGS
+from guard.proxy import body as body_module
 from tests.proxy.conftest import BLOCKED, BODY, CLEAN, POLICY, Proxy, StartProxy
 from tests.proxy.detectors import Words, register
 from tests.proxy.engine import FakeEngine, running
@@ -496,11 +500,65 @@ async def test_a_document_that_cannot_be_read_is_not_clean(start_proxy: StartPro
     async with running(FakeEngine()) as engine, start_proxy(engine, text) as proxy:
         assert {status for status, _ in (await outcomes(proxy, asked)).values()} == {503}
         assert not engine.bodies
-        assert {entry["detectors"]["text"] for entry in await proxy.entries(len(asked))} == {
-            "unavailable: a document or a file is in the prompt, whose text the guard does not have"
-        }
+        why = "a document or a file is in the prompt, whose text the guard does not have"
+        found = {entry["detectors"]["text"] for entry in await proxy.entries(len(asked))}
+        # Beside some there is a text, in which nothing was found.
+        assert found == {f"unavailable: {why}", f"scored: {why}"}
         body = {**BODIES[MESSAGES], "messages": [{"role": "user", "content": [picture]}]}
         assert (await proxy.post(body, path=MESSAGES))[0] == 200
+
+
+UNREADABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a field of a message": (CHAT, turn(file_id="x")),
+    "a field of a part": (CHAT, content({"type": "text", "text": "a", "file_url": "x"})),
+    "a source of a part": (CHAT, content({"type": "text", "text": "a", "source": {"type": "x"}})),
+    "a part of its own": (CHAT, content({"type": "text", "text": "a"}, {"type": "file", "file": {"file_id": "x"}})),
+    "a block": (MESSAGES, document({"type": "url", "url": "http://a"})),
+    "an item": (RESPONSES, {"model": "tiny", "input": [{"role": "user", "content": "a", "file_id": "x"}]}),
+    "a message to embed": (EMBEDDINGS, content({"type": "text", "text": "a", "file_id": "x"})),
+    "tokens": (COMPLETIONS, {"model": "tiny", "prompt": [5, 6, 7]}),
+    "tokens to embed": (EMBEDDINGS, {"model": "tiny", "input": [5, 6, 7]}),
+}
+"""Requests of which something cannot be read."""
+
+
+async def test_what_can_be_read_is_read_whatever_stands_beside_it_that_cannot(start_proxy: StartProxy) -> None:
+    def beside(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """With the word at other places of the same request, as everywhere else a rule reads it."""
+        talk = "messages" if "messages" in body else "input"
+        place = body.get(talk)
+        if path != COMPLETIONS and isinstance(place, list) and isinstance(place[0], dict):
+            return {**body, talk: [{"role": "user", "content": "a secret"}, *place]}
+        return {**body, "suffix": "secret"}
+
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        found = await outcomes(proxy, {name: (path, beside(path, body)) for name, (path, body) in UNREADABLE.items()})
+        assert found == dict.fromkeys(UNREADABLE, (400, "leak"))
+        assert not engine.bodies
+        # Where nothing is found in what can be read, nobody knows: the rule's on_error.
+        assert await outcomes(proxy, UNREADABLE) == dict.fromkeys(UNREADABLE, (200, "leak"))
+
+
+async def test_a_low_score_of_what_can_be_read_is_not_below_a_bound(start_proxy: StartProxy) -> None:
+    rule = PROMPT_RULE.replace("at_least: 0.5}, action: block", "below: 0.5}, action: redact, on_error: block")
+    rule = rule.replace("on_error: block", "on_error: block, redact: {messages: [user]}")
+    async with running(FakeEngine()) as engine, start_proxy(engine, rule) as proxy:
+        assert {status for status, _ in (await outcomes(proxy, UNREADABLE)).values()} == {503}
+
+
+async def test_a_field_for_a_file_that_is_null_is_nothing(start_proxy: StartProxy) -> None:
+    """OpenAI's clients send such fields with pictures."""
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "file_id": None}
+    empty = {"type": "text", "text": "a", "file": None, "source": None, "file_url": None, "file_data": None}
+    asked = {
+        "a picture": (RESPONSES, {"model": "tiny", "input": [{"role": "user", "content": [picture]}]}),
+        "a part": (CHAT, content(empty)),
+        "a file's field": (CHAT, content({**empty, "file": {"file_id": None}})),
+        "a message": (MESSAGES, {**BODIES[MESSAGES], "messages": [{"role": "user", "content": "a", "file_id": None}]}),
+    }
+    async with running(FakeEngine()) as engine, start_proxy(engine, PROMPT_RULE) as proxy:
+        for name, (path, body) in asked.items():
+            assert (await proxy.post(body, path=path))[1]["x-guard-action"] == "allow", name
 
 
 IN_TOOLS_OR_ANSWERS = (
@@ -815,6 +873,73 @@ async def test_no_field_of_a_streams_events_hides_a_word(start_proxy: StartProxy
             ), name
 
 
+SPELLINGS = (
+    '{"x": "the secret word"}',
+    '{"x":"the secret word"}',
+    '{\n  "x" :   "the secret word"\n}',
+    '{"x": "the s\u200becret word"}',
+    '{"a": 1234567, "x": "the SECRET word, secret"}',
+    '{"x": "the word"}',
+    "nothing",
+)
+"""Of one text, as a server may write it each time that it sends it."""
+
+
+def told_again(kind: str, spelt: list[str], name: str) -> list[bytes]:
+    """A stream of a response whose text comes in parts, at its end, in its part, in its item and in the response, each
+    time in the spelling of that place."""
+    parts, ended, of_part, of_item, at_last = spelt
+    at = {"item_id": "m", "output_index": 0}
+    pieces = [parts[i : i + 3] for i in range(0, len(parts), 3)]
+
+    def item(text: str) -> dict[str, Any]:
+        if kind == "call":
+            return {"type": "function_call", "id": "m", "call_id": "call_1", "name": name, "arguments": text}
+        return {"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    if kind == "call":
+        called = "response.function_call_arguments"
+        said = [{"type": f"{called}.delta", **at, "delta": one} for one in pieces]
+        said.append({"type": f"{called}.done", **at, "arguments": ended, "name": name})
+    else:
+        at["content_index"] = 0
+        said = [{"type": "response.output_text.delta", **at, "delta": one} for one in pieces]
+        said.append({"type": "response.output_text.done", **at, "text": ended})
+        said.append({"type": "response.content_part.done", **at, "part": {"type": "output_text", "text": of_part}})
+    whole = {"id": "r", "object": "response", "status": "completed", "output": [item(at_last)]}
+    values = [
+        *said,
+        {"type": "response.output_item.done", "output_index": 0, "item": item(of_item)},
+        {"type": "response.completed", "response": whole},
+    ]
+    return [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in values]
+
+
+@pytest.mark.parametrize("contract", ["hold", "window"])
+@pytest.mark.parametrize("kind", ["call", "message"])
+async def test_a_text_that_comes_again_is_redacted_as_it_is_spelt_there(
+    start_proxy: StartProxy, kind: str, contract: str
+) -> None:
+    """As vLLM spells a call's arguments with other spaces in a response's last event than in its stream."""
+    found = re.compile(r"(?i)s\u200b?ecret|\d{4,}")
+    rules = policy(contract, action="redact", more="    redact: {replacement: '[X]'}\n")
+    chance = random.Random(5)  # noqa: S311
+    engine = FakeEngine()
+    async with running(engine), start_proxy(engine, rules) as proxy:
+        for _ in range(12):
+            spelt, name = chance.choices(SPELLINGS, k=5), chance.choice(["lookup", "secret_one"])
+            engine.frames = told_again(kind, spelt, name)
+            status, _, raw = await proxy.post({**BODIES[RESPONSES], "stream": True}, path=RESPONSES)
+            assert status == 200
+            got = [json.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: ")]
+            sent = [json.loads(frame.split(b"data: ")[1]) for frame in engine.frames]
+            deltas = "".join(one.get("delta", "") for one in got)
+            if contract == "hold":
+                assert deltas == found.sub("[X]", spelt[0])
+            others = [[one for one in many if "delta" not in one] for many in (got, sent)]
+            assert others[0] == json.loads(found.sub("[X]", json.dumps(others[1], ensure_ascii=False))), (spelt, name)
+
+
 SAID = b'data: {"choices": [{"index": 0, "delta": {"content": "ok"}}]}\n\n'
 LINES: dict[str, tuple[bytes, bool]] = {
     "an event's name": (b"event: secret\n" + SAID, True),
@@ -957,6 +1082,81 @@ async def test_a_request_of_too_many_parts_is_refused_and_nobody_else_waits(star
             assert (await proxy.post(json.dumps(body).encode(), path=path))[0] == 200, name
         watching.cancel()
     assert max(waits_s) < 4
+
+
+MANY, NOTHING = ["secret"] * 2000, {"x": [{}] * 90_000}
+NAMES = {f"x{i}": "" for i in range(40_000)}
+TALKS = [[{"role": "user", "content": "secret"}]] * 2000
+COPIED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "texts beside each text": (EMBEDDINGS, {"input": ["hi"] * 600, "documents": [""] * 18_000}, 400),
+    "texts beside each of some": (EMBEDDINGS, {"input": ["hi"] * 200, "documents": [""] * 90_000}, 400),
+    "texts beside each conversation": (EMBEDDINGS, {"messages": TALKS, "documents": [""] * 18_000}, 400),
+    "values beside each text": (EMBEDDINGS, {"input": ["hi"] * 2000, "documents": [{}] * 90_000}, 400),
+    "fields that are not read": (EMBEDDINGS, {"input": MANY, **NOTHING}, 200),
+    "names that are not read": (EMBEDDINGS, {"input": MANY, **NAMES}, 200),
+    "fields beside conversations": (EMBEDDINGS, {"messages": TALKS, **NOTHING}, 200),
+    "names beside conversations": (EMBEDDINGS, {"input": TALKS, **NAMES}, 200),
+    "fields of a chat": (CHAT, {**content({"type": "text", "text": "secret"}), **NOTHING}, 200),
+    "parts of a chat": (CHAT, content(*["secret"] * 19_000), 200),
+}
+"""Requests that are redacted, and would be large if all of them were copied or read for each prompt."""
+
+
+async def test_what_many_prompts_have_beside_them_costs_nobody_else_time(start_proxy: StartProxy) -> None:
+    waits_s: dict[str, float] = {}
+    name = ""
+
+    async def watch(proxy: Proxy) -> None:
+        while True:
+            began_s = time.perf_counter()
+            await proxy.get("/livez")
+            waits_s[name] = max(waits_s.get(name, 0.0), time.perf_counter() - began_s)
+
+    redacting = PROMPT_RULE.replace("action: block", "action: redact, redact: {messages: [user, tool]}")
+    async with running(FakeEngine()) as engine, start_proxy(engine, redacting) as proxy:
+        watching = asyncio.create_task(watch(proxy))
+        for name, (path, body, expected) in COPIED.items():
+            async with asyncio.timeout(20):
+                status, _, raw = await proxy.post(json.dumps({"model": "tiny", **body}).encode(), path=path)
+            assert status == expected, name
+            assert status == 200 or "at most" in json.loads(raw)["error"]["message"], name
+            assert b"secret" not in json.dumps(engine.bodies).encode(), name
+            assert status == 400 or engine.bodies.pop().keys() == {"model", *body} - {"vllm_xargs"}, name
+        watching.cancel()
+    assert max(waits_s.values()) < 2, waits_s
+
+
+@both
+async def test_a_long_body_is_searched_and_written_where_nobody_waits(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """As it came, counted and redacted."""
+    done: list[tuple[str, threading.Thread]] = []
+
+    def noted(name: str) -> None:
+        of_old = getattr(body_module, name)
+
+        def work(*given: Any) -> Any:
+            if len(str(given)) > 64 * 1024:
+                done.append((name, threading.current_thread()))
+            return of_old(*given)
+
+        monkeypatch.setattr(body_module, name, work)
+
+    for name in ("may_mark_turns", "marks_turns", "_json"):
+        noted(name)
+    rules = policy("window").replace("rules:\n", PROMPT_RULE[PROMPT_RULE.index("  - {name: leak") :], 1)
+    rules = rules.replace("  - {name: leak", "rules:\n  - {name: told", 1)
+    rules = rules.replace("action: block}\n", "action: redact, redact: {messages: [user]}}\n", 1)
+    asked = {**BODY, "stream": stream, "stream_options": {"include_usage": True}} if stream else BODY
+    async with running(FakeEngine()) as engine, start_proxy(engine, rules.replace("0.3", "30")) as proxy:
+        for text in ("|< fine " * 10_000, "|< secret " * 10_000):
+            long = {"role": "assistant", "content": "|< fine " * 10_000}
+            messages = [long, {"role": "user", "content": text}]
+            assert (await proxy.post({**asked, "messages": messages}))[0] == 200
+    assert "secret" not in json.dumps(engine.bodies[-1])
+    assert {name for name, _ in done} == {"may_mark_turns", "marks_turns", "_json"}
+    assert threading.main_thread() not in {thread for _, thread in done}
 
 
 async def test_no_request_slips_through_while_policies_that_all_forbid_it_are_swapped(

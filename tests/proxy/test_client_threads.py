@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,10 @@ import pytest
 
 from detectors import registry
 from detectors.base import Score
+from guard.proxy import client_threads
 from guard.proxy.client_threads import LONG_THREADS, SHORT_CHARACTERS, SHORT_THREADS
 from tests.proxy.conftest import StartProxy, eventually
+from tests.proxy.detectors import register
 from tests.proxy.engine import FakeEngine, running
 
 POLICY = """\
@@ -45,13 +48,14 @@ class Sticky:
         self.reads.append(text)
         if "hang" in text:
             self.let_go.wait(60)
-        if "slow" in text:
+        if "slow" in text or "linger" in text:
             time.sleep(0.5)
         return Score("scored", float("secret" in text))
 
 
 @pytest.fixture
 def sticky(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sticky]:
+    register(monkeypatch)
     detector = Sticky()
     monkeypatch.setitem(registry.BUILT_IN, "sticky", lambda _path: detector)
     yield detector
@@ -121,7 +125,7 @@ async def test_a_reading_that_is_too_late_is_not_gone_on_with(start_proxy: Start
         assert len(sticky.reads) == 1
 
 
-async def test_a_text_that_still_waits_is_forgotten_when_it_is_too_late(
+async def test_texts_that_wait_behind_a_detector_that_hangs_are_late_and_forgotten(
     start_proxy: StartProxy, sticky: Sticky
 ) -> None:
     hurried = POLICY.replace("prompt_timeout_s: 20", "prompt_timeout_s: 0.3")
@@ -130,4 +134,118 @@ async def test_a_text_that_still_waits_is_forgotten_when_it_is_too_late(
         assert {headers["x-guard-action"] for _, headers, _ in answers} == {"flag"}
         sticky.let_go.set()
         assert (await proxy.post(body("a secret")))[0] == 400
-        assert sum("hang" in one for one in sticky.reads) == SHORT_THREADS // 2
+        # Its share, and as many again in the place of those that hung.
+        assert sum("hang" in one for one in sticky.reads) == SHORT_THREADS
+
+
+async def test_a_client_that_sends_much_at_once_makes_none_of_its_texts_late(
+    start_proxy: StartProxy, sticky: Sticky
+) -> None:
+    """Each takes half a second of the second that it has, and one is read after the other."""
+    async with running(FakeEngine()) as engine:
+        hurried = POLICY.replace("prompt_timeout_s: 20", "prompt_timeout_s: 1")
+        async with start_proxy(engine, hurried) as proxy:
+            answers = await asyncio.gather(*(proxy.post(body(f"slow {LONG} secret {i}")) for i in range(5)))
+    assert [status for status, _, _ in answers] == [400] * 5
+    assert not engine.bodies
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "status", "code"),
+    [("LONG_WAITING", 2, 429, "too_many_texts"), ("MAX_WAIT_S", 0.6, 503, "texts_wait")],
+)
+async def test_what_gets_no_turn_is_refused_and_not_passed_unread(
+    start_proxy: StartProxy,
+    sticky: Sticky,
+    monkeypatch: pytest.MonkeyPatch,
+    constant: str,
+    value: float,
+    status: int,
+    code: str,
+) -> None:
+    monkeypatch.setattr(client_threads, constant, value)
+    async with running(FakeEngine()) as engine, start_proxy(engine, POLICY) as proxy:
+        answers = await asyncio.gather(*(proxy.post(body(f"slow {LONG} secret {i}")) for i in range(6)))
+        told = [json.loads(raw)["error"]["code"] for _, _, raw in answers]
+        assert set(told) == {"content_filter", code}
+        assert {found for found, _, raw in answers if code in raw.decode()} == {status}
+        assert all("retry-after" in headers for _, headers, raw in answers if code in raw.decode())
+        entries = await proxy.entries(6)
+        assert sorted(entry["outcome"] for entry in entries) == sorted(
+            "refused" if one == code else "blocked" for one in told
+        )
+        assert (await proxy.post(body("a secret")))[0] == 400
+        assert not engine.bodies
+
+
+BOTH = """\
+version: 1
+name: both
+prompt_timeout_s: 1
+detectors:
+  text: {kind: sticky}
+  words: {kind: words}
+rules:
+  - {name: hangs, when: {detector: text, at_least: 0.5}, action: flag, on_error: allow}
+  - {name: leak, when: {detector: words, at_least: 0.5}, action: block, on_error: flag}
+  - {name: said, stage: output, when: {detector: words, at_least: 0.5}, action: block, on_error: flag}
+  - {name: hung, stage: output, when: {detector: text, at_least: 0.5}, action: flag, on_error: allow}
+"""
+
+
+@pytest.mark.parametrize("size", ["", LONG], ids=["short", "long"])
+async def test_a_detector_that_hangs_costs_the_others_nothing(
+    start_proxy: StartProxy, sticky: Sticky, size: str
+) -> None:
+    async with running(FakeEngine()) as engine, start_proxy(engine, BOTH) as proxy:
+        answers = await asyncio.gather(*(proxy.post(body(f"hang {size} secret {i}")) for i in range(2)))
+        assert {headers["x-guard-rules"] for _, headers, _ in answers} == {"leak"}
+        assert {status for status, _, _ in answers} == {400}
+        engine.body = engine.whole(f"hang {size} secret")
+        status, headers, _ = await proxy.post(body("fine"))
+        assert (status, headers["x-guard-rules"]) == (400, "said")
+        entries = await proxy.entries(3)
+        assert {one["detectors"]["text"] for one in entries[:2]} == {"unavailable: the text was not read in time"}
+        assert entries[2]["answer"]["scores"] == {"words": 1.0, "text": None}
+
+
+SHADOW = BOTH.replace("name: both", "name: beside").replace("prompt_timeout_s: 1", "prompt_timeout_s: 20")
+ASSIGN = "{version: 1, default: live, shadow: beside}"
+
+
+@pytest.mark.parametrize("mode", ["another policy", "the same policy"])
+async def test_what_nobody_acts_on_holds_nothing_and_is_recorded_when_it_comes(
+    start_proxy: StartProxy, sticky: Sticky, tmp_path: Path, mode: str
+) -> None:
+    live = SHADOW.replace("name: beside", "name: live")
+    if mode == "the same policy":
+        live = live.replace("{detector: text, at_least: 0.5}, ", "{detector: text, at_least: 0.5}, mode: shadow, ")
+    else:
+        live = "\n".join(line for line in live.split("\n") if "text" not in line)
+    folder = tmp_path / "policies"
+    folder.mkdir()
+    (folder / "live.yaml").write_text(live)
+    (folder / "beside.yaml").write_text(SHADOW)
+    (folder / "selection.yaml").write_text(ASSIGN)
+    async with running(FakeEngine()) as engine, start_proxy(engine, path=folder) as proxy:
+        async with asyncio.timeout(1):
+            assert (await proxy.post(body("hang secret")))[0] == 400
+        async with asyncio.timeout(1):
+            assert (await proxy.post(body("hang")))[0] == 200
+        engine.body = engine.whole("hang secret")
+        async with asyncio.timeout(1):
+            assert (await proxy.post(body("fine")))[1]["x-guard-rules"] == "said"
+        entries = await proxy.entries(3)
+        late = "unavailable: the text was not read in time"
+        assert {one["shadow"]["detectors"]["text"] for one in entries} == {late}
+        assert entries[2]["answer"]["shadow"]["detectors"]["text"] == late
+        sticky.let_go.set()
+        engine.body = engine.whole("linger secret")
+        async with asyncio.timeout(0.45):
+            assert (await proxy.post(body("fine")))[1]["x-guard-rules"] == "said"
+        entry = (await proxy.entries(4))[-1]
+        assert entry["answer"]["shadow"]["scores"]["text"] == 1.0
+        assert entry["shadow"]["scores"]["text"] == 0.0
+        if mode == "the same policy":
+            assert entry["answer"]["scores"]["text"] == 1.0
+            assert {"rule": "hung", "action": "flag", "mode": "shadow"}.items() <= entry["hits"][-1].items()

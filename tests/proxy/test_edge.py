@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from guard import folded_log
 from guard.mia.spec import HiddenCapture, MiaSpec
 from guard.policy.conversation import KNOWN_ROLES
+from guard.policy.schema import Redaction
 from guard.proxy.body import parse_request
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.services import FORMS
@@ -532,7 +533,7 @@ def test_no_shape_of_a_message_breaks_what_the_guard_does_with_it(
     assert isinstance(request.unread, str)
     assert most_prompt_tokens(request) >= 0
     assert most_completion_tokens(form, request.fields) >= 0
-    redacted = request.redacted(["user", "tool", "system", "assistant"], "gone")
+    redacted = request.redacted([Redaction(messages=("user", "tool", "system", "assistant"), replacement="gone")])
     # A stranger's role becomes the user's, and an empty message of the user's is none.
     strangers = sum(role not in KNOWN_ROLES for role in request.roles)
     assert len(request.roles) - strangers <= len(redacted.roles) <= len(request.roles)

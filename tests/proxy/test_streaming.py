@@ -268,6 +268,17 @@ async def test_nothing_that_is_withheld_leaves_a_trace(start_proxy: StartProxy, 
             assert finishes(chunks(raw)) == {0: "content_filter", 1: "content_filter"}
 
 
+async def test_a_held_answer_with_very_many_matches_takes_time_for_its_length_alone(start_proxy: StartProxy) -> None:
+    """It is judged at every token: whatever is done for each match then takes long."""
+    number, choices = 2000, 8
+    rules = policy("hold", action="redact", more="    redact: {replacement: 'X'}\n").replace("_s: 0.3", "_s: 30")
+    parts = [b"".join(chunk(i, {"content": "a secret "}) for i in range(choices)) for _ in range(number)]
+    engine = FakeEngine(frames=[*parts, DONE], word_delay_s=0.001)
+    async with running(engine), start_proxy(engine, rules) as proxy, asyncio.timeout(15):
+        _, _, raw = await proxy.post({**STREAM, "n": choices})
+    assert (raw.count(b"secret"), raw.count(b"a X ")) == (0, number * choices)
+
+
 async def test_a_block_for_want_of_a_score_is_an_error_and_not_a_filter(start_proxy: StartProxy) -> None:
     text = policy("window", more="    on_error: block\n")
     engine = FakeEngine(scripts=[("a", "b", "c", "d", "explode", "f")], word_delay_s=0.01)
