@@ -68,7 +68,7 @@ def _evaluation(evaluation: Json) -> list[str]:
         ),
         "",
         "Each set left out of fitting, then measured with all its rows (AUROC; caught at 1 % false positives among the "
-        f"rows it is compared with){_left_out_of(about)}:",
+        "rows it is compared with):",
         "",
         *_left_out(detectors),
         "",
@@ -98,12 +98,6 @@ def _left_out_of_pooled(detectors: Json) -> list[str]:
 
 def _auroc(one: Json) -> str:
     return f"{one['auroc']:.3f} ({_span(one['auroc_interval'], '.3f')})"
-
-
-def _left_out_of(about: Json) -> str:
-    """By which run, where another than the rest: thresholds change without anything being fitted anew."""
-    run = about.get("left_out_of")
-    return f", by `{run['command']}` of {run['date']}" if run else ""
 
 
 def _left_out(detectors: Json) -> list[str]:
