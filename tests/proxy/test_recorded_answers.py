@@ -239,7 +239,7 @@ async def test_of_an_answer_that_nobody_waited_for_it_is_kept_what_rules_made_of
     # A rule that could stop the stream has every word judged before it goes.
     more += "  - {name: stop, stage: stream, when: {detector: text, at_least: 1.5}, action: block}\n"
     text = policy("window", action="flag", more=more)
-    engine = FakeEngine(scripts=[("secret", *" b c d e f".split())], answer_delay_s=None)
+    engine = FakeEngine(scripts=[("secret", *["b", "c", "d", "e", "f"])], answer_delay_s=None)
     async with running(engine), start_proxy(engine, text) as proxy:
         reading = frames(proxy, STREAM)
         assert b"secret" in (await anext(reading))[1]
