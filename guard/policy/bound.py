@@ -100,7 +100,7 @@ class BoundPolicy:
 
     def detectors_of(self, stages: Collection[Stage]) -> frozenset[str]:
         """Detectors that are scored at any of these stages."""
-        return frozenset(name for stage in stages for name in self._by_stage[stage])
+        return frozenset().union(*(self._by_stage[stage] for stage in stages))
 
     @cached_property
     def _by_stage(self) -> dict[Stage, frozenset[str]]:

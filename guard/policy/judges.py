@@ -133,8 +133,15 @@ class Judges:
 
     def readers(self, stages: tuple[Stage, ...]) -> list[Measurement]:
         """Detectors of either policy that read text, those that the live policy's rules in force use first."""
-        found = [one for one in self._measured_in(stages) if one.reads_text]
-        return sorted(found, key=lambda one: not self.wait_for(one, stages).acts)
+        known = self._readers.get(stages)
+        if known is None:
+            found = [one for one in self._measured_in(stages) if one.reads_text]
+            known = self._readers[stages] = sorted(found, key=lambda one: not self.wait_for(one, stages).acts)
+        return known
+
+    @cached_property
+    def _readers(self) -> dict[tuple[Stage, ...], list[Measurement]]:
+        return {}
 
     def wait_for(self, one: Measurement, stages: tuple[Stage, ...]) -> Wait:
         """How long a detector's score is waited for at these stages, and whether a decision is."""
@@ -159,9 +166,10 @@ class Judges:
         found = [one for one in self._measured_in(LATER) if one.asks_again and one.key not in asked.known]
         return sorted(found, key=lambda one: not self.wait_for(one, LATER).acts)
 
-    def windowed(self, stages: Collection[Stage]) -> list[Measurement]:
+    @cached_property
+    def windowed(self) -> list[Measurement]:
         """Detectors that have the model read a long prompt once more, in windows."""
-        return [one for one in self._measured_in(stages) if one.windows is not None]
+        return [one for one in self._measured_in(PROMPT) if one.windows is not None]
 
     def growing(self) -> list[Measurement]:
         """Detectors that judge what an answer's tokens have in them while it grows."""

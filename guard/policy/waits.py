@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from detectors.base import Score
 from guard.policy.engine import CompiledRule, longest_wait_s
@@ -21,7 +22,9 @@ class Waits:
     prompt: Mapping[str, float] = field(default_factory=dict)
     answer: Mapping[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, dict[str, float]]:
+    @cached_property
+    def json(self) -> dict[str, dict[str, float]]:
+        """The same of every request that a policy judges."""
         return asdict(self)
 
 

@@ -9,12 +9,11 @@ import time
 from asyncio import Task
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 from guard.policy import Decision, Judges, Question
-from guard.policy.judges import PROMPT
 from guard.policy.measuring import Steering
 from guard.policy.schema import Contract, Redaction
 from guard.proxy.access import check_media_type
@@ -105,9 +104,10 @@ class _Asking:
 
     def windows(self) -> AbstractAsyncContextManager[WindowPasses | None]:
         """Their passes begin like the request itself, whose instruction a server may have cached."""
-        request = self.request
-        said = request.said if self.judges.windowed(PROMPT) else ()
-        return window_passes(self.judges, self.asked, said, request.roles, self._reader(self.exchange.affinity))
+        if not self.judges.windowed:
+            return nullcontext()
+        request, reader = self.request, self._reader(self.exchange.affinity)
+        return window_passes(self.judges, self.asked, request.said, request.roles, reader)
 
     async def pass_on(self, answer: Answer, finding: Finding, attempts: int = 0) -> Decision | None:
         """The answer to the client. A decision comes back when another answer is wanted first."""

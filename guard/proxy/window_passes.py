@@ -19,7 +19,6 @@ from detectors.windows import MORE, pass_messages, placed
 from guard.mia.results import Readouts
 from guard.mia.spec import MiaSpec
 from guard.policy import Judges, Question
-from guard.policy.judges import PROMPT
 from guard.policy.measuring import Measurement, Part, Passes, Windowed, question
 from guard.proxy.second_pass import ID_SUFFIX, PassReader, SecondPassError
 from guard.telemetry.record import RequestRecord
@@ -69,7 +68,7 @@ async def window_passes(
     judges: Judges, asked: Question, parts: Sequence[Part], roles: Sequence[str], reader: PassReader
 ) -> AsyncIterator[WindowPasses | None]:
     """Begun when entered; left, what is still under way is given up. None where no detector has windows."""
-    measured = {one.key: one for one in judges.windowed(PROMPT) if one.key not in asked.known}
+    measured = {one.key: one for one in judges.windowed if one.key not in asked.known}
     if not measured:
         yield None
         return

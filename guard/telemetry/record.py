@@ -259,7 +259,7 @@ class RequestRecord:
             "model": self.model_told,
             "streamed": self.streamed,
             "contract": asdict(self.contract) if self.contract else None,
-            "waits": self.waits.to_json() if self.waits else None,
+            "waits": self.waits.json if self.waits else None,
             "policy": self.policy,
             "policy_hash": self.policy_hash,
             "assignment": self.assignment,
