@@ -48,8 +48,10 @@ class Sticky:
         self.reads.append(text)
         if "hang" in text:
             self.let_go.wait(60)
-        if "slow" in text or "linger" in text:
+        if "slow" in text:
             time.sleep(0.5)
+        if "linger" in text:
+            time.sleep(1.3)
         return Score("scored", float("secret" in text))
 
 
@@ -228,12 +230,12 @@ async def test_what_nobody_acts_on_holds_nothing_and_is_recorded_when_it_comes(
     (folder / "beside.yaml").write_text(SHADOW)
     (folder / "selection.yaml").write_text(ASSIGN)
     async with running(FakeEngine()) as engine, start_proxy(engine, path=folder) as proxy:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             assert (await proxy.post(body("hang secret")))[0] == 400
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             assert (await proxy.post(body("hang")))[0] == 200
         engine.body = engine.whole("hang secret")
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             assert (await proxy.post(body("fine")))[1]["x-guard-rules"] == "said"
         entries = await proxy.entries(3)
         late = "unavailable: the text was not read in time"
@@ -241,7 +243,7 @@ async def test_what_nobody_acts_on_holds_nothing_and_is_recorded_when_it_comes(
         assert entries[2]["answer"]["shadow"]["detectors"]["text"] == late
         sticky.let_go.set()
         engine.body = engine.whole("linger secret")
-        async with asyncio.timeout(0.45):
+        async with asyncio.timeout(1.2):
             assert (await proxy.post(body("fine")))[1]["x-guard-rules"] == "said"
         entry = (await proxy.entries(4))[-1]
         assert entry["answer"]["shadow"]["scores"]["text"] == 1.0
