@@ -24,6 +24,7 @@ from detectors.base import Score
 from detectors.deadline import check_deadline
 from detectors.linear import WeightsFile, check_shapes, load_tensors, sigmoid
 from detectors.model_config import ModelConfig, ModelConfigError, Section, load_model_config
+from detectors.windows import check_stride
 from guard.mia.results import FloatArray
 
 IDF, WEIGHT, BIAS = "idf", "weight", "bias"
@@ -45,8 +46,7 @@ class TextWindows(Section):
 
     @model_validator(mode="after")
     def _every_character_is_in_one(self) -> Self:
-        if self.stride > self.characters:
-            raise ValueError("a stride longer than a window leaves characters out")
+        check_stride(self.stride, self.characters)
         return self
 
 

@@ -43,9 +43,14 @@ class Windows(Section):
 
     @model_validator(mode="after")
     def _every_character_is_in_one(self) -> Self:
-        if self.stride > self.characters:
-            raise ValueError("a stride longer than a window leaves characters out")
+        check_stride(self.stride, self.characters)
         return self
+
+
+def check_stride(stride: int, characters: int) -> None:
+    """Raise ``ValueError`` for a stride that leaves characters out of windows of so many."""
+    if stride > characters:
+        raise ValueError("a stride longer than a window leaves characters out")
 
 
 @dataclass(frozen=True)

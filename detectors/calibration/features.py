@@ -90,17 +90,22 @@ def unread(rows: int) -> Features:
 
 
 def model_shape(model: Path) -> ModelShape:
-    """From the model folder's ``config.json``; multimodal models keep theirs under ``text_config``."""
-    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config = raw.get("text_config", raw)
+    """From the model folder's ``config.json``."""
+    config = _text_config(model)
     return ModelShape(config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"])
 
 
 def most_tokens(model: Path) -> int:
     """Of a conversation and its answer that an engine of our own reads: no more than the model's ``config.json`` says
     that it takes."""
-    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return min(MAX_MODEL_LEN, raw.get("text_config", raw).get("max_position_embeddings") or MAX_MODEL_LEN)
+    return min(MAX_MODEL_LEN, _text_config(model).get("max_position_embeddings") or MAX_MODEL_LEN)
+
+
+def _text_config(model: Path) -> dict[str, Any]:
+    """Multimodal models keep theirs under ``text_config``."""
+    whole: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = whole.get("text_config", whole)
+    return config
 
 
 def full_plan(shape: ModelShape) -> Plan:
