@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -37,6 +36,7 @@ from guard.serve import engine_config_for, engine_config_of, probes_for, run_unt
 from guard.uses.rerank import load_reranker, spec_for
 from tests.conftest import RunningPair
 from tests.detectors.weights import write as write_detector
+from tests.processes import started_by
 from tests.proxy.conftest import write_probe
 
 POLICY = """
@@ -283,7 +283,7 @@ def test_while_vllm_is_dead_errors_have_openais_shape_and_it_comes_back_by_itsel
         "temperature": 0,
     }
     assert post(running_pair.proxy_url, body)[0] == 200
-    (engine,) = [p for p in psutil.Process(running_pair.process.pid).children() if "vllm" in " ".join(p.cmdline())]
+    (engine,) = started_by(running_pair.process.pid, "vllm")
     engine.kill()
     status, answer = post(running_pair.proxy_url, body)
     assert status in (502, 503)

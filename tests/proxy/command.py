@@ -19,6 +19,7 @@ import psutil
 import yaml
 
 from guard.machine import free_port
+from tests.processes import started_by
 from tests.proxy.conftest import POLICY, write_probe
 from tests.proxy.engine import FakeEngine
 
@@ -50,8 +51,7 @@ class Running:
 
 def spawned(proxy: Running) -> list[psutil.Process]:
     """Its workers."""
-    children = psutil.Process(proxy.process.pid).children()
-    return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+    return started_by(proxy.process.pid, "spawn_main")
 
 
 @contextlib.asynccontextmanager

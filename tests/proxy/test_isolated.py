@@ -17,6 +17,7 @@ from detectors.isolated import IsolatedText
 from detectors.registry import build_detector
 from guard.policy import PolicyError, bind, build_detectors
 from guard.policy.loading import load_policy
+from tests.processes import started_by
 from tests.proxy.conftest import BODY, StartProxy, eventually
 from tests.proxy.engine import FakeEngine, running
 
@@ -78,8 +79,7 @@ def saying(text: str) -> dict[str, object]:
 
 
 def readers() -> list[psutil.Process]:
-    mine = psutil.Process().children(recursive=True)
-    return [one for one in mine if "detectors.isolated_worker" in one.cmdline()]
+    return started_by(None, "detectors.isolated_worker", recursive=True)
 
 
 async def test_a_text_that_never_ends_stops_nobody_else_and_the_next_is_read_again(start_proxy: StartProxy) -> None:

@@ -18,6 +18,7 @@ from guard.machine import free_port
 from guard.metrics_folder import metrics_folder
 from guard.proxy.keys import Limits, NewKey, create_key
 from guard.telemetry.ledger_check import check
+from tests.processes import runs
 from tests.proxy.command import START_LIMIT_S, guard_proxy, spawned
 from tests.proxy.conftest import BODY, POLICY
 from tests.proxy.engine import FakeEngine, running
@@ -88,7 +89,7 @@ async def test_several_workers_are_one_proxy(tmp_path: Path) -> None:
         assert set(proxy.outcomes()) == {"completed"}
         checked = check(proxy.ledger)
         assert (checked.problems, checked.entries) == ([], len(proxy.outcomes()))
-        assert not any(one.is_running() for one in workers)
+        assert not any(runs(one) for one in workers)
 
 
 def counting_in(folder: Path) -> set[str]:
@@ -124,7 +125,7 @@ async def test_workers_end_when_the_process_that_started_them_is_killed_and_thei
         proxy.process.kill()
         await proxy.process.wait()
         async with asyncio.timeout(20):
-            while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in workers):
+            while any(runs(one) for one in workers):
                 await asyncio.sleep(0.05)
         assert folders(tmp_path) - strangers == {its}, "nobody was left to remove it"
         with metrics_folder() as mine:
