@@ -159,8 +159,8 @@ def _number(axes: Any, panel: Panel, shown: list[tuple[str, list[float], list[fl
     colour = GREEN
     if panel.thresholds is not None:
         yellow, red = panel.thresholds
-        worse = (lambda limit: value >= limit) if yellow <= red else (lambda limit: value < limit)
-        colour = RED if worse(red) else YELLOW if worse(yellow) else GREEN
+        is_red, is_yellow = (value >= red, value >= yellow) if yellow <= red else (value < red, value < yellow)
+        colour = RED if is_red else YELLOW if is_yellow else GREEN
     axes.text(0, 0.35, _text(value, panel.unit), fontsize=20, color=colour, va="center", transform=axes.transAxes)
 
 

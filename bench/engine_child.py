@@ -2,6 +2,7 @@
 
     {"command": "start", ...}      -> {"start_s": ..., "worker": {...}}
     {"command": "run", ...}        -> {"seconds": ..., ...}
+    {"command": "profile", ...}    -> {"kernels": {NAME: [how often, microseconds]}}
     {"command": "changed", ...}    -> {"changed": ..., "of": ...}
 
 Owns the clock: from the first request's admission to the last one's end, in this process, as an offline user sees it.
@@ -129,6 +130,13 @@ class Engine:
         self._check_files(len(prompts))
         return Done(seconds, answers, readouts)
 
+    def profile(self, batch: Batch) -> dict[str, list[float]]:
+        """What ran on the device in a run of it."""
+        self.llm.collective_rpc("bench_profile_start")
+        self.run(batch)
+        (found,) = self.llm.collective_rpc("bench_profile_stop")
+        return dict(found)
+
     def changed(self, batch: Batch, unasked: str) -> int:
         """In how many requests of the batch the variant's answer differs from that of the same engine unasked."""
         asked = self.run(batch).answers
@@ -230,6 +238,8 @@ def serve(commands: TextIO, answers: TextIO) -> None:
             elif kind == "run":
                 done = engine.run(Batch(**command))
                 answer = {"seconds": done.seconds, "readouts": done.readouts}
+            elif kind == "profile":
+                answer = {"kernels": engine.profile(Batch(**command))}
             elif kind == "changed":
                 unasked = command.pop("unasked")
                 batch = Batch(**command)

@@ -21,6 +21,7 @@ TTFT_ROUNDS = 4
 
 SATURATED_VARIANTS = ("vanilla", "idle", "attention", "steered")
 WARM_UP_TOKENS = 8
+PROFILED_TOKENS = 16
 CHECKED_TOKENS = 4
 
 
@@ -40,6 +41,15 @@ def first_tokens(run: Run, shape: Shape, repetition: int) -> None:
         for tokens in (run.options.prompt_tokens, run.options.long_prompt_tokens):
             for variant in run.present(shape, TTFT_VARIANTS):
                 run.measure(shape, "ttft", variant, repetition, [tokens] * batch, [1] * batch)
+
+
+def kernels(run: Run, shape: Shape, variants: Sequence[str], repetition: int) -> None:
+    """What runs on the device in runs of one token and in longer ones, so that the steps between can be told."""
+    for batch in run.options.batch:
+        for variant in run.present(shape, variants):
+            for outputs in (1, 1 + PROFILED_TOKENS):
+                prompts = [run.options.prompt_tokens] * batch
+                run.profile(shape, variant, repetition, prompts, [outputs] * batch)
 
 
 def saturate(run: Run, shape: Shape, repetition: int) -> None:
@@ -76,5 +86,7 @@ def offline(run: Run, variants: Sequence[str]) -> None:
     for shape in run.shapes:
         if "ttft" in phases:
             run.phase(shape, "ttft", repetitions * TTFT_ROUNDS, partial(first_tokens, run, shape))
+        if "kernels" in phases:
+            run.phase(shape, "kernels", 1, partial(kernels, run, shape, variants))
         if "saturated" in phases:
             run.phase(shape, "saturated", repetitions, partial(saturate, run, shape))

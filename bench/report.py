@@ -18,6 +18,7 @@ from typing import Any
 from bench import goals
 from bench.children import ROOT
 from bench.compact import compact
+from bench.device_time import beside, steps
 from bench.ratios import (
     Case,
     Load,
@@ -95,6 +96,31 @@ def offline_sections(results: Mapping[str, Any]) -> list[str]:
     for title, cases, unit, goal_of, verdict in parts:
         for model, of_model in by_model(cases).items():
             lines += [f"### {model}: {title}", "", *rounds_table(of_model, unit, goal_of, verdict)]
+    return lines
+
+
+SHOWN_KERNELS = 6
+"""Of those that a variant has more of than vLLM, or less."""
+
+SHOWN_CHARACTERS = 60
+
+
+def device_sections(results: Mapping[str, Any]) -> list[str]:
+    """Nothing for runs without profiles; the first ones knew none."""
+    found = steps(results.get("kernels", ()))
+    lines = []
+    for model in dict.fromkeys(one.model for one in found):
+        of_model = sorted((one for one in found if one.model == model), key=lambda one: one.requests)
+        bases = {one.requests: one for one in of_model if one.variant == BASE}
+        rows = []
+        for one in of_model:
+            base = bases.get(one.requests)
+            more = [] if base is None or one.variant == BASE else beside(one, base)[:SHOWN_KERNELS]
+            told = ", ".join(f"`{name[:SHOWN_CHARACTERS]}` {by.us:+.1f} ({by.runs:+.3g})" for name, by in more)
+            runs, us = one.whole
+            rows.append((str(one.requests), VARIANTS[one.variant].title, f"{runs:.1f}", f"{us:.1f}", told))
+        head = ("requests", "variant", "kernels", "us on the device", "what differs most from vLLM: us (kernels)")
+        lines += [f"### {model}: on the device, one step that decodes", "", *table(head, rows)]
     return lines
 
 
@@ -226,6 +252,7 @@ def sections(results: Mapping[str, Any]) -> list[str]:
     return [
         *about_section(results),
         *offline_sections(results),
+        *device_sections(results),
         *served_sections(results),
         *memory_section(results),
     ]

@@ -21,7 +21,7 @@ from bench.shapes import Shape
 from bench.shares import Shares
 from bench.variants import ON_CPU, VARIANTS, EngineName, engine_start
 
-Phase = Literal["tpot", "ttft", "saturated", "eager", "served"]
+Phase = Literal["tpot", "ttft", "kernels", "saturated", "eager", "served"]
 
 WARM_UP = -1
 """The repetition that is not recorded."""
@@ -39,6 +39,7 @@ def empty_results() -> dict[str, Any]:
         "steering_changed": {},
         "rounds": {},
         "rows": [],
+        "kernels": [],
         "served": [],
         "failures": {},
     }
@@ -142,13 +143,22 @@ class Run:
         """One run of one variant, lengths in tokens; a row of the results unless it is a warm-up."""
         if (shape.name, VARIANTS[variant].engine) not in self.children:
             return
-        # All variants of a round get the same prompts, and no engine's variant gets them again in the next.
-        seed = (repetition + 2) * 1009 + sum(outputs)
-        answer = self.ask(shape, variant, "run", prompt_tokens=prompts, output_tokens=outputs, seed=seed)
+        lengths = {"prompt_tokens": prompts, "output_tokens": outputs}
+        answer = self.ask(shape, variant, "run", **lengths, seed=_seed(repetition, outputs))
         if answer is not None and repetition != WARM_UP:
             row = {"model": shape.name, "phase": phase, "variant": variant, "repetition": repetition}
             row |= {"requests": len(prompts), "prompt_tokens": sum(prompts), "output_tokens": sum(outputs)}
             self.results["rows"].append({**row, **answer})
+
+    def profile(self, shape: Shape, variant: str, repetition: int, prompts: list[int], outputs: list[int]) -> None:
+        """What ran on the device in one run of one variant, unless it is a warm-up."""
+        if (shape.name, VARIANTS[variant].engine) not in self.children:
+            return
+        lengths = {"prompt_tokens": prompts, "output_tokens": outputs}
+        answer = self.ask(shape, variant, "profile", **lengths, seed=_seed(repetition, outputs))
+        if answer is not None and repetition != WARM_UP:
+            row = {"model": shape.name, "variant": variant, "requests": len(prompts), "output_tokens": outputs[0]}
+            self.results["kernels"].append({**row, **answer})
 
     def phase(self, shape: Shape, phase: Phase, times: int, round_of: Callable[[int], None]) -> None:
         """A warm-up round, which is thrown away, then as many as ``times`` that the phase's time has room for."""
@@ -162,6 +172,11 @@ class Run:
             round_of(WARM_UP)
         self.results["rounds"][key] = self.shares.repeat(key, times, saved_round)
         say(f"{key}: {self.results['rounds'][key]} rounds, {self.left_s:.0f} s left")
+
+
+def _seed(repetition: int, outputs: list[int]) -> int:
+    """All variants of a round get the same prompts, and no engine's variant gets them again in the next."""
+    return (repetition + 2) * 1009 + sum(outputs)
 
 
 def say(text: str) -> None:

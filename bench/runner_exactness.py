@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from vllm.v1.metrics.reader import Counter
 
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import Answer, MiaLLM
@@ -107,7 +108,7 @@ def say_errors(subject: Subject, what: str, answers: list[Answer], pushes: Calla
 
 
 def metric(llm: MiaLLM, name: str) -> float:
-    return sum(float(m.value) for m in llm.llm.get_metrics() if m.name == name)
+    return sum(m.value for m in llm.llm.get_metrics() if isinstance(m, Counter) and m.name == name)
 
 
 def readouts(subject: Subject, llm: MiaLLM) -> None:
@@ -125,11 +126,10 @@ def steering(subject: Subject, llm: MiaLLM) -> None:
     for method, coefficient, target in (("add_vector", 3.0, None), ("project", 1.0, 4.0), ("replace", 0.7, None)):
         steer = {"vector": "push", "layer": 2, "coefficient": coefficient, "method": method}
         spec = READ | {"steer": [steer | ({} if target is None else {"target": target})]}
-        push = oracle.Push(2, coefficient, subject.vector, method, target or 0.0)
+        push = [oracle.Push(2, coefficient, subject.vector, method, target or 0.0)]
         answers = chat(llm, [spec if i % 2 == 0 else READ for i in range(len(CONVERSATIONS))])
-        say_errors(
-            subject, f"every other request steered by {method},", answers, lambda i, p=push: [p] if i % 2 == 0 else []
-        )
+        pushes = [push if i % 2 == 0 else [] for i in range(len(CONVERSATIONS))]
+        say_errors(subject, f"every other request steered by {method},", answers, pushes.__getitem__)
 
 
 def generated(subject: Subject, llm: MiaLLM) -> None:
@@ -213,7 +213,8 @@ def yardstick(subject: Subject) -> None:
 def _hidden_in(folder: Path, prompts: list[list[int]], dtype: str) -> list[list[np.ndarray]]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model.eval()
     (blocks,) = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == len(LAYERS))
     seen: list[np.ndarray] = []
     for block in blocks:
@@ -251,8 +252,8 @@ def main() -> int:
             failed.append(run.__name__)
 
     with engines.engine(folder, subject.config, **arguments(subject)) as llm:
-        executor: Any = llm.llm.llm_engine.engine_core.engine_core.model_executor
-        runner = executor.driver_worker.worker.model_runner
+        core: Any = llm.llm.llm_engine.engine_core
+        runner = core.engine_core.model_executor.driver_worker.worker.model_runner
         backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
         subject.say("runner:", f"{type(runner).__module__}, {', '.join(sorted(backends))}")
         for run in (readouts, prefix_hit, steering, generated, choices):

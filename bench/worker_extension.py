@@ -1,4 +1,5 @@
-"""What the harness adds to every engine's worker: a report, and the forward hooks that most tools use.
+"""What the harness adds to every engine's worker: a report, a profile of the device, and the forward hooks that most
+tools use.
 
 Mixed into vLLM's worker by ``worker_extension_cls``, the same for all variants; does nothing until it is called.
 """
@@ -8,6 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+_ACTIVITY = {True: ProfilerActivity.CUDA, False: ProfilerActivity.CPU}
 
 
 class BenchExtension:
@@ -25,6 +30,26 @@ class BenchExtension:
         report["cudagraph_mode"] = str(config.compilation_config.cudagraph_mode)
         report["async_scheduling"] = bool(config.scheduler_config.async_scheduling)
         return report
+
+    def bench_profile_start(self) -> None:
+        self.bench_profile = profile(activities=[_ACTIVITY[torch.cuda.is_available()]])
+        self.bench_profile.start()
+
+    def bench_profile_stop(self) -> dict[str, list[float]]:
+        """Kernels, copies and fills that ran since the start, also those of a replayed graph: how often, and for how
+        many microseconds in all. On the CPU, which a rehearsal has: its operators."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.bench_profile.stop()
+        wanted = DeviceType.CUDA if torch.cuda.is_available() else DeviceType.CPU
+        found: dict[str, list[float]] = {}
+        profiler: Any = self.bench_profile.profiler
+        for event in profiler.kineto_results.events():
+            if event.device_type() == wanted:
+                one = found.setdefault(event.name(), [0, 0.0])
+                one[0] += 1
+                one[1] += event.duration_ns() / 1e3
+        return found
 
     def bench_install_hooks(self, layers: list[int]) -> None:
         """After each of ``layers``, counted from 1, copy all rows of the residual stream to the host, and wait."""

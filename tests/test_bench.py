@@ -20,9 +20,11 @@ from bench import goals, load_client, report
 from bench.aperture import arguments, weights
 from bench.children import ChildError
 from bench.compact import compact
+from bench.device_time import beside, steps
 from bench.engine_child import Batch, Engine, serve, token_ids
-from bench.offline import batches, check_steering
+from bench.offline import batches, check_steering, kernels
 from bench.ratios import Case, loads, of_medians, paired, per_token_ms, saturated_tokens_per_s
+from bench.report import sections
 from bench.run import WARM_UP, Run, empty_results
 from bench.served import OURS, columns, server_command, with_tokenizer
 from bench.shapes import Shape, load_shape
@@ -390,6 +392,9 @@ class FakeChild:
         self.asked.append(fields)
         if command == "changed":
             return {"changed": self.changed, "of": len(fields["prompt_tokens"])}
+        if command == "profile":
+            steps = fields["output_tokens"][0]
+            return {"kernels": {"prefill": [1, 500.0], "gemm": [4 * steps, self.ms * steps], "tap": [0, 0.0]}}
         return {"seconds": max(fields["output_tokens"]) * self.ms / 1e3, "readouts": 0}
 
     def finish(self) -> None:
@@ -434,6 +439,24 @@ def test_a_round_asks_all_variants_for_the_same_and_the_next_for_something_else(
     seeds = [sorted((one["seed"], *one["output_tokens"]) for one in child.asked) for child in children.values()]
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == len(seeds[0])
+
+
+def test_a_step_on_the_device_is_what_a_longer_run_takes_more(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {"vanilla": FakeChild(2.0), "mia": FakeChild(2.5)}, batch=[1, 8])
+    for repetition in (WARM_UP, 0):
+        kernels(run, TINY, ["vanilla", "idle"], repetition)
+    found = {(one.requests, one.variant): one for one in steps(run.results["kernels"])}
+    assert found.keys() == {(1, "vanilla"), (1, "idle"), (8, "vanilla"), (8, "idle")}
+    vanilla, idle = found[1, "vanilla"], found[1, "idle"]
+    assert vanilla.kernels == {"prefill": (0, 0), "gemm": (4, 2), "tap": (0, 0)}
+    assert idle.whole == (4, 2.5)
+    assert beside(idle, vanilla)[0] == ("gemm", (0, 0.5))
+    assert "| 1 | taps in place, nothing asked | 4.0 | 2.5 | `gemm` +0.5 (+0)" in "\n".join(sections(run.results))
+
+
+def test_a_profile_without_its_partner_is_no_step() -> None:
+    one = {"model": "tiny", "variant": "idle", "requests": 1, "output_tokens": 1, "kernels": {"gemm": [4, 2.0]}}
+    assert steps([one]) == []
 
 
 def test_an_engine_that_fails_is_out_and_the_others_go_on(tmp_path: Path) -> None:
@@ -565,6 +588,8 @@ def test_every_variant_of_an_engine_runs_and_is_what_it_says(name: EngineName, t
                 assert done.seconds > 0
                 if variant.steers:
                     assert engine.changed(batch, "idle") == 2
+                if variant.name in ("idle", "eager_hooks"):
+                    assert any(count > 0 and us > 0 for count, us in engine.profile(batch).values())
                 if variant.name == "attention":
                     assert engine.changed(batch, "idle") == 0
         finally:

@@ -2,6 +2,7 @@
 environment; nothing of ours is imported."""
 
 import re
+from typing import Any
 
 from fastapi import HTTPException
 from litellm.integrations.custom_guardrail import CustomGuardrail
@@ -9,8 +10,10 @@ from litellm.integrations.custom_guardrail import CustomGuardrail
 FORBIDDEN = re.compile(r"ignore (all )?previous instructions|\d{16}", re.IGNORECASE)
 
 
-class Words(CustomGuardrail):
-    async def async_pre_call_hook(self, user_api_key_dict, cache, data, call_type):
+class Words(CustomGuardrail):  # type: ignore[misc]
+    async def async_pre_call_hook(
+        self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
+    ) -> dict[str, Any]:
         for message in data.get("messages") or ():
             content = message.get("content")
             if isinstance(content, str) and FORBIDDEN.search(content):

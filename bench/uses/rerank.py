@@ -23,7 +23,7 @@ from detectors.calibration.wheels import pull
 from detectors.model_config import ModelInfo
 from guard.mia.engine_config import EngineConfig
 from guard.mia.llm import MiaLLM
-from guard.mia.results import AttentionReadout
+from guard.mia.results import AttentionReadout, FloatArray
 from guard.mia.spec import Head
 from guard.models import DEFAULT_MODEL, SOURCES
 from guard.models import pull as pull_model
@@ -32,7 +32,6 @@ from guard.uses.parts import UnreadableError, ranges_of
 from guard.uses.rerank import (
     CAPTURE,
     NO_QUERY,
-    Floats,
     Measured,
     Params,
     RerankerConfig,
@@ -112,7 +111,7 @@ def main() -> None:
 
 def _read(
     ask: Ask, heads: Sequence[Head], cases: Sequence[Case], answers: Sequence[str]
-) -> list[tuple[list[Floats], list[Floats]]]:
+) -> list[tuple[list[FloatArray], list[FloatArray]]]:
     """For each case, with its question and with "N/A": of each document ``[heads, tokens]`` float32."""
     spec = spec_for(heads, CANDIDATES)
     found = []
@@ -131,7 +130,11 @@ def _read(
 
 
 def _orders(
-    cases: Sequence[Case], readings: Sequence[tuple[list[Floats], list[Floats]]], rows: list[int], *, blank: bool = True
+    cases: Sequence[Case],
+    readings: Sequence[tuple[list[FloatArray], list[FloatArray]]],
+    rows: list[int],
+    *,
+    blank: bool = True,
 ) -> list[tuple[int, ...]]:
     orders = []
     for case, (asked, without) in zip(cases, readings, strict=True):
