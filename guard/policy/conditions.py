@@ -24,9 +24,9 @@ ScoreStatusName = Literal["scored", "unavailable", "timeout", "not_applicable"]
 
 
 def _no_truth(value: Any) -> Any:
-    """``True`` equals 1 in Python."""
+    """``True`` equals 1 in Python, and YAML's words without quotes for it, ``no`` and ``off`` among them, are no text."""
     if isinstance(value, bool):
-        raise ValueError(f"must not be {str(value).lower()}")
+        raise ValueError(f"must not be {str(value).lower()}; a word such as yes or off is text in quotes alone")
     return value
 
 

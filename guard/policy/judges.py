@@ -20,6 +20,7 @@ from guard.policy.conversation import ends_behind_others, means_what_it_says
 from guard.policy.engine import Decision
 from guard.policy.measuring import (
     PLACED,
+    SHADOW_PREFIX,
     Measurement,
     Question,
     Steering,
@@ -29,10 +30,6 @@ from guard.policy.measuring import (
     with_combined,
 )
 from guard.policy.schema import LATER, Stage
-
-SHADOW_PREFIX = "."
-"""Before the key of a detector that only the shadow policy has: no detector's own name begins so."""
-
 
 PROMPT: tuple[Stage, ...] = ("prompt",)
 STREAM: tuple[Stage, ...] = ("stream",)

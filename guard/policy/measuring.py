@@ -60,6 +60,9 @@ log = logging.getLogger("guard.policy")
 
 OUT_OF_SCOPE = "the request has no message in its scope"
 UNKNOWN_ROLE = "no message is known to be in its scope, and a message's role is unknown"
+SHADOW_PREFIX = "."
+"""Before the key of a detector that only the shadow policy has: no detector's own name begins so."""
+
 GATE_PREFIX = ".."
 """Before the name of a probe that a rule's gate reads and no detector: no detector's key begins so."""
 
@@ -323,7 +326,9 @@ class Measurement:
 
     def _failed(self, error: Exception) -> Score:
         """A detector may be anybody's, and no score is never clean."""
-        log.warning("detector %s failed: %s", self.key, type(error).__name__)
+        name = self.key.removeprefix(SHADOW_PREFIX)
+        whose = "the shadow policy's detector" if name != self.key else "detector"
+        log.warning("%s %s failed: %s", whose, name, type(error).__name__)
         return Score("unavailable", reason=f"the detector failed ({type(error).__name__})")
 
 

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp
 
 from guard.policy.judged_paths import EMBEDDINGS, RERANK
@@ -62,10 +62,9 @@ def application(services: Services) -> ASGIApp:
         Route(MODELS + "/{model:path}", Recorded(services, MODELS, model)),
         *monitor_routes(services),
     ]
-    own = {EMBEDDINGS, MODELS, *rerankers, *(form.route for form in FORMS)}
     for path in services.settings.passed_paths:
-        if path in own or path.startswith(f"{MODELS}/"):
-            raise SettingsError(f"passed_paths (GUARD_PASSED_PATHS): {path} is guarded, and cannot pass as it is")
+        if any(route.matches({"type": "http", "method": "GET", "path": path})[0] != Match.NONE for route in routes):
+            raise SettingsError(f"passed_paths (GUARD_PASSED_PATHS): {path} is the guard's own, and is not passed on")
     router = Router(routes, redirect_slashes=False, lifespan=lifespan)
     router.default = Recorded(services, OTHER, other)
     return router

@@ -15,7 +15,8 @@ from guard.mia.spec import AttentionCapture, Gate, HiddenCapture, parse_spec
 from guard.policy import PolicyError, bind, build_detectors, load_policy
 from guard.policy.judges import judges
 from guard.policy.loading import digests
-from guard.policy.measuring import question
+from guard.policy.measuring import measurement, question
+from guard.policy.schema import DetectorUse
 
 POLICY = """\
 version: 1
@@ -116,6 +117,17 @@ def test_a_score_that_is_not_a_number_is_no_score(tmp_path: Path, value: float |
             return Score("scored", value)
 
     assert bind(load(tmp_path), {"one": Odd(), "two": Fake()}).scores(readouts(0, 0))["one"].status == "unavailable"
+
+
+@pytest.mark.parametrize(("key", "named"), [("one", "detector one"), (".one", "the shadow policy's detector one")])
+def test_a_detector_that_raises_is_named_in_the_log(key: str, named: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Fake):
+        def score(self, readouts: Mapping[str, Readout]) -> Score:
+            raise ZeroDivisionError("private words")
+
+    measurement(key, Broken(), DetectorUse(kind="probe")).score(readouts(0, 0.5))
+    assert f"{named} failed: ZeroDivisionError" in caplog.text
+    assert "private words" not in caplog.text
 
 
 def test_a_detector_that_raises_gives_no_score_and_the_others_do(tmp_path: Path) -> None:

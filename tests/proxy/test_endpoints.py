@@ -473,6 +473,7 @@ def test_messages_are_counted_as_the_engine_counts_them() -> None:
     "path",
     [
         *("v1/rerank", CHAT, "/v1/models", "/v1/models/tiny", f"{CHAT}/", f"{CHAT}?x", f"/{CHAT}", "/v1/*", "/v1/a#x"),
+        *("/metrics", "/health", "/livez", "/readyz", "/v1/embeddings", "/v1/messages"),
         *("/v1/score/../chat/completions", "/v1/./chat/completions", "/v1//chat/completions", "/v1/chat%2Fcompletions"),
         *("/v1/chat/completions;x", "/v1/chat\\completions", "/v1/score/", "/"),
     ],
@@ -626,7 +627,7 @@ rules:
 
 
 async def test_other_paths_pass_where_the_operator_says_so_and_nowhere_else(start_proxy: StartProxy) -> None:
-    async with running(FakeEngine()) as engine, start_proxy(engine, passed_paths="/health,/v1/rerank") as proxy:
+    async with running(FakeEngine()) as engine, start_proxy(engine, passed_paths="/version,/v1/rerank") as proxy:
         status, headers, _ = await proxy.post({"x": 1}, path="/v1/rerank")
         assert status == 404
         assert "x-guard-action" not in headers
