@@ -114,8 +114,8 @@ Where nobody told them there is no usage: chats and completions leave it out, as
 
 A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
 every string that is a value, each by itself: words, reasoning, refusals, names and arguments of tool calls, code,
-queries, transcripts, stop words, annotations, and those of fields that the guard does not know. No texts are kinds in one word (`type`),
-reasons to end that are known (`finish_reason`), ids that a server made up, bytes in base64, and what names the answer
+queries, transcripts, stop words, annotations, and those of fields that the guard does not know. No texts are kinds in
+one word (`type`), reasons to end that are known (`finish_reason`), ids that a server made up, bytes in base64, and what names the answer
 or repeats the request (`model`, `instructions`). The worst decides for all. Of a stream that is judged only `data:` and
 events' names that repeat the data's `type` leave; an answer with the same key twice, or that begins with a byte order
 mark, cannot be read and ends in an error.

@@ -24,7 +24,7 @@ ScoreStatusName = Literal["scored", "unavailable", "timeout", "not_applicable"]
 
 
 def _no_truth(value: Any) -> Any:
-    """``True`` equals 1 in Python, and YAML's words without quotes for it, ``no`` and ``off`` among them, are no text."""
+    """``True`` equals 1 in Python, and YAML's words for it without quotes, ``no`` and ``off`` too, are no text."""
     if isinstance(value, bool):
         raise ValueError(f"must not be {str(value).lower()}; a word such as yes or off is text in quotes alone")
     return value
