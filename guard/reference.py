@@ -112,13 +112,13 @@ chunk on where nothing is read inside the model and the client wants a usage; `/
 Where nobody told them there is no usage: chats and completions leave it out, as they do when a stream breaks off,
 `/v1/responses` has `usage: null`, and in `/v1/messages` it has no `input_tokens`, which are 0 only in a whole message.
 
-A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it
-every string that is a value, each by itself: words, reasoning, refusals, names and arguments of tool calls, code,
-queries, transcripts, stop words, annotations, and those of fields that the guard does not know. No texts are kinds in
-one word (`type`), reasons to end that are known (`finish_reason`), ids that a server made up, bytes in base64, and what names the answer
-or repeats the request (`model`, `instructions`). The worst decides for all. Of a stream that is judged only `data:` and
-events' names that repeat the data's `type` leave; an answer with the same key twice, or that begins with a byte order
-mark, cannot be read and ends in an error.
+A missing score under `on_error: block` ends a stream with an error instead. Each choice is judged, and in it every
+string that is a value, each by itself: words, reasoning, refusals, names and arguments of tool calls, code, queries,
+transcripts, stop words, annotations, and those of fields that the guard does not know. No texts are kinds in one word
+(`type`), reasons to end that are known (`finish_reason`), ids that a server made up, bytes in base64, and what names
+the answer or repeats the request (`model`, `instructions`). The worst decides for all. Of a stream that is judged
+only `data:` and events' names that repeat the data's `type` leave; an answer with the same key twice, or that begins
+with a byte order mark, cannot be read and ends in an error.
 
 A stream in which the model server reports an error ends there, with `[DONE]` where its API has that: nothing that comes
 after it is passed on. Where rules judge answers, what waits to be judged is dropped, and the error keeps its type, code
