@@ -8,7 +8,6 @@ machine to machine: ``cases_hash`` says which rows these are.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import re
@@ -19,11 +18,12 @@ from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Literal
 
+from detectors.calibration.document_texts import docstrings_in, readme_in
 from detectors.calibration.positions import SOURCE, attacks_of_positions, position_rows
 from detectors.calibration.rows import POSITIONS, Composer, Row, default_rows, divided, insert
 from detectors.calibration.sets import agentdojo
 from detectors.calibration.sets.catalogue import SETS
-from detectors.calibration.sets.content import shortened
+from detectors.calibration.sets.content import number_of, shortened
 from detectors.calibration.sources import own_frames
 
 Half = Literal["choosing", "held_out"]
@@ -41,7 +41,6 @@ LEAST = 2500
 FILES_READ = 40
 """Python files of a distribution that are looked through for docstrings."""
 LICENCE = re.compile(r"(LICENSE|LICENCE|COPYING|NOTICE)[^/]*$", re.IGNORECASE)
-TAG = re.compile(r"<[^>]{1,300}>")
 OURS = "mia-guard"
 
 
@@ -100,7 +99,7 @@ def attacks_of(seed: int) -> dict[Half, list[str]]:
     for row in default_rows(seed, sorted(SETS), tool_role=True):
         plain = row.split == "held_out" and row.label == "attack" and not row.position
         if plain and ATTACK_CHARACTERS[0] <= len(row.text) <= ATTACK_CHARACTERS[1]:
-            half: Half = "held_out" if row.source == "spikee" or _number(f"a|{row.group}") % 2 else "choosing"
+            half: Half = "held_out" if row.source == "spikee" or number_of(f"a|{row.group}") % 2 else "choosing"
             by_set[half].setdefault(row.source, []).append(row.text)
     content = agentdojo.content()
     templates, goals = (divided(seeds, seed)["held_out"] for seeds in (content.templates, content.goals))
@@ -109,7 +108,7 @@ def attacks_of(seed: int) -> dict[Half, list[str]]:
 
 
 def _in_turn(by_set: Mapping[str, Sequence[str]]) -> list[str]:
-    ordered = [sorted(dict.fromkeys(by_set[name]), key=lambda text: _number(f"o|{text}")) for name in sorted(by_set)]
+    ordered = [sorted(dict.fromkeys(by_set[name]), key=lambda text: number_of(f"o|{text}")) for name in sorted(by_set)]
     return [text for texts in zip_longest(*ordered) for text in texts if text is not None]
 
 
@@ -124,7 +123,7 @@ def documents_of() -> dict[Half, list[tuple[str, str]]]:
             seen.add(sign)
             pools.setdefault((_half(f"half|{name}"), kind), []).append((name, text))
     for pool in pools.values():
-        pool.sort(key=lambda one: _number(one[0]))
+        pool.sort(key=lambda one: number_of(one[0]))
     halves: tuple[Half, ...] = ("choosing", "held_out")
     return {half: [*_taken(half, pools)] for half in halves}
 
@@ -158,8 +157,7 @@ def installed_documents() -> Iterator[tuple[str, Kind, str]]:
 
 
 def _readme(one: Distribution) -> str:
-    text = one.read_text("METADATA") or ""
-    return TAG.sub("", text.partition("\n\n")[2]).strip()
+    return readme_in(one.read_text("METADATA") or "")
 
 
 def _licence(one: Distribution) -> str:
@@ -170,17 +168,8 @@ def _licence(one: Distribution) -> str:
 def _docstrings(one: Distribution) -> str:
     """All docstrings of the file that has most of them."""
     paths = [file for file in one.files or () if file.suffix == ".py" and "tests" not in file.parts]
-    texts = [_docstrings_in(_read(Path(str(one.locate_file(file))))) for file in paths[:FILES_READ]]
+    texts = [docstrings_in(_read(Path(str(one.locate_file(file))))) for file in paths[:FILES_READ]]
     return max(texts, key=len, default="")
-
-
-def _docstrings_in(source: str) -> str:
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):
-        return ""
-    documented = [node for node in nodes if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)]
-    return "\n\n".join(text for node in documented if (text := ast.get_docstring(node)))
 
 
 def _read(path: Path) -> str:
@@ -191,8 +180,4 @@ def _read(path: Path) -> str:
 
 
 def _half(key: str) -> Half:
-    return "choosing" if _number(key) % 2 else "held_out"
-
-
-def _number(key: str) -> int:
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])
+    return "choosing" if number_of(key) % 2 else "held_out"

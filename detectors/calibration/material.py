@@ -89,52 +89,69 @@ def gather(
     if request.kinds == TEXT_ALONE and not request.detectors:
         return Material(rows, unread(len(rows)))
     say(f"reading {len(rows)} conversations with the model")
+    return _read(request, engine_of(request, say), rows, say, total, progress)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What reads: one that is still to be started, or ``served``, which runs. ``plan``: all that it can read;
+    ``model_key``: for ``FeatureStore``."""
+
+    plan: Plan
+    model_key: str
+    served: Served | None = None
+
+
+def engine_of(request: Request, say: Callable[[str], None]) -> Engine:
+    """Starts none. Raises ``FeatureError``."""
     shape, weights = model_shape(request.model), weights_sha256(request.model)
     if request.url is None:
-        return _read(request, rows, full_plan(shape), weights, say, total, progress)
+        return Engine(full_plan(shape), weights)
     served = served_engine(request.url, request.api_key)
     served.check_shape(shape)
     say(f"the engine serves {served.name}" + (f" in {served.dtype}" if served.dtype else ""))
-    return _read(request, rows, served.plan, served.kept_under(weights), say, total, progress, served)
+    return Engine(served.plan, served.kept_under(weights), served)
+
+
+def reader_of(
+    request: Request, engine: Engine, plan: Plan, extras: Sequence[Extra], say: Callable[[str], None]
+) -> AbstractContextManager[Reader]:
+    """For ``plan``, which is a part of the engine's."""
+    if request.url is not None and engine.served is not None:
+        return http_reader(request.url, request.api_key, engine.served)
+    say("starting an engine")
+    return offline_reader(request.model, plan, extras)
 
 
 def _read(
     request: Request,
+    engine: Engine,
     rows: Sequence[Row],
-    plan: Plan,
-    model_key: str,
     say: Callable[[str], None],
     total: Callable[[int], None],
     progress: Callable[[int], None] | None,
-    served: Served | None = None,
 ) -> Material:
-    """model_key: for ``FeatureStore``; served: the engine at ``request.url``."""
+    plan, model_key = engine.plan, engine.model_key
     as_read = {
         kind: AsRead(
             kind,
             detector,
             model_key,
             partial(_measured, kind),
-            "" if served is None else lacking_taps(captures_of(detector), plan),
+            "" if engine.served is None else lacking_taps(captures_of(detector), plan),
         )
         for kind, detector in request.detectors.items()
         if reads_beyond(detector, plan)
     }
     tokens = _token_store(plan, model_key) if request.with_token_states else None
     extras: list[Extra] = [*as_read.values(), *([tokens] if tokens else [])]
-
-    def reader() -> AbstractContextManager[Reader]:
-        if request.url is not None and served is not None:
-            return http_reader(request.url, request.api_key, served)
-        say("starting an engine")
-        return offline_reader(request.model, plan, extras)
-
     windows = {kind: found for kind, one in request.detectors.items() if (found := _windows_of(kind, one, rows))}
     everything = [*rows, *(row for found in windows.values() for row in found.rows)]
     if len(everything) > len(rows):
         say(f"reading {len(everything) - len(rows)} windows of long rows too")
     total(len(everything))
-    read = read_features(everything, FeatureStore(model_key, plan), reader, progress, extras)
+    store = FeatureStore(model_key, plan)
+    read = read_features(everything, store, lambda: reader_of(request, engine, plan, extras, say), progress, extras)
     features = read.part(slice(0, len(rows)))
     if tokens is not None:
         features = replace(features, token_states=tokens.states(rows))

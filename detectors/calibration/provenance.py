@@ -13,7 +13,7 @@ from typing import TypeVar
 from detectors.calibration.claims import Claim
 from detectors.calibration.references import Pair
 from detectors.calibration.rows import Row, rows_hash
-from detectors.calibration.sets.catalogue import SETS
+from detectors.calibration.sets.catalogue import APART, SETS
 from detectors.calibration.wheels import WHEELS
 from detectors.model_config import DataSource
 
@@ -30,7 +30,7 @@ def data_sources(rows: Sequence[Row]) -> tuple[DataSource, ...]:
         for (split, label), count in sorted(Counter((row.split, row.label) for row in own).items()):
             counts.setdefault(split, {})[label] = count
         # A file of the user's own has neither version nor licence that we know of.
-        known = SETS.get(name)
+        known = (SETS | {one.name: one for one in APART}).get(name)
         sources.append(
             DataSource(
                 name=name,

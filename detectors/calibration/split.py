@@ -53,6 +53,12 @@ def merge_beside(
     return [root(family) for family in families], near
 
 
+def near_duplicates(texts: Sequence[str]) -> list[bool]:
+    """Of each text whether one before it is nearly the same."""
+    _, near = merge_beside(texts, [str(i) for i in range(len(texts))], texts)
+    return [any(j < i for j in alike) for i, alike in enumerate(near)]
+
+
 def _alike(some: Any, others: Any) -> Iterator[tuple[int, int]]:
     similar = (some @ others.T).tocoo()
     for i, j, value in zip(similar.row, similar.col, similar.data, strict=True):

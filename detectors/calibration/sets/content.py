@@ -40,3 +40,8 @@ def shortened(text: str, characters: int) -> str:
         if at > 0:
             return text[: at + len(separator)].rstrip()
     return text[:characters]
+
+
+def number_of(key: str) -> int:
+    """Always the same for the same key, and as if drawn."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])
