@@ -87,6 +87,18 @@ class Threshold(Section):
     """None where there are no attacks, as in a ledger, and in files of versions that did not write it."""
 
 
+class Reached(Section):
+    """How many of some rows of one label reach each named threshold."""
+
+    rows: int
+    different: int
+    """Rows of which no two are nearly the same."""
+    hits: dict[str, int]
+    """Threshold's name -> rows that reach it."""
+    intervals: dict[str, Interval]
+    """Threshold's name -> of the share, exact (Clopper-Pearson) over different rows."""
+
+
 class DataSource(Section):
     """One data set: which installed distribution it was read from, and how many of its rows went where."""
 
@@ -121,6 +133,9 @@ class Calibration(Section):
     text_baseline: Quality
     """TF-IDF with logistic regression on the same rows, for comparison: what reading the text alone gives."""
     thresholds: dict[str, Threshold]
+    parts: dict[str, Reached] = {}
+    """What rows are -> how many of them reach the thresholds; of probes with windows, which are measured on long
+    documents by kind, and on attacks in documents by their place."""
 
 
 class Published(Section):

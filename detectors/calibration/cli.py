@@ -94,6 +94,14 @@ def calibrate(
             "tokens, for which the engine computes the whole prompt, prefix cache or not; or the best of the three."
         ),
     ] = Pooling.last_token,
+    windows: Annotated[
+        bool,
+        typer.Option(
+            "--windows",
+            help="For probe alone: fit one that reads long data window by window too, with thresholds from long "
+            "documents. Writes probe/MODEL-windows.json, which a policy names with config.",
+        ),
+    ] = False,
     seed: Seed = 0,
     url: Url = None,
     api_key: ApiKey = None,
@@ -122,8 +130,15 @@ def calibrate(
         if Kind.threshold.value in chosen:
             _threshold(chosen, ledger, detector, config, budget)
             return
+        if windows and (chosen != (Kind.probe.value,) or pooling is not Pooling.last_token):
+            typer.echo(
+                "guard: --windows is for probe alone, at the last token: guard calibrate probe --windows", err=True
+            )
+            raise typer.Exit(2)
         names = tuple(data or ["all"])
         options = [*kinds_and(names, rows), "--model", model, "--seed", str(seed)]
+        if windows:
+            options.append("--windows")
         if pooling is not Pooling.last_token:
             options += ["--pooling", pooling.value]
         folder, key = model_folder(model)
@@ -147,7 +162,7 @@ def calibrate(
         request = Request(
             folder, names, seed, rows or None, url=url, api_key=api_key, with_token_states=with_token_states
         )
-        _calibrate(job, request, out)
+        (_calibrate_windows if windows else _calibrate)(job, request, out)
 
 
 def kinds_and(names: tuple[str, ...], rows: int) -> list[str]:
@@ -190,9 +205,30 @@ def _calibrate(job: Job, request: Request, out: Path) -> None:
             for path in calibrate_steering(job, out, reporter.say):
                 reporter.say(f"wrote {path}")
         if set(KINDS) & set(fitted):
-            at = ["--url", request.url] if request.url else []
-            again = shlex.join([*kinds_and(request.data, request.most_rows or 0), "--model", job.model_id, *at])
-            reporter.say(f"to evaluate: guard eval --model-configs {shlex.quote(str(out))} {again} --seed {job.seed}")
+            reporter.say(f"to evaluate: {_evaluation(job, request, out)}")
+
+
+def _calibrate_windows(job: Job, request: Request, out: Path) -> None:
+    from detectors.calibration.fitted import write
+    from detectors.calibration.of_windows import fit_with_windows, windows_key
+    from detectors.calibration.progress import Reporter
+
+    with Reporter() as reporter:
+        fitted = fit_with_windows(job, request, reporter.say, reporter.total, reporter.advance_to)
+        key = windows_key(job.config_key)
+        for path in write({Kind.probe.value: fitted}, replace(job, config_key=key), out):
+            reporter.say(f"wrote {path}")
+        reporter.show_quality(Kind.probe.value, fitted.config)
+        reporter.show_parts(fitted.config)
+        reporter.say(f"a policy uses it with: {{kind: probe, config: {key}}}")
+        reporter.say(f"to evaluate: {_evaluation(job, request, out)} --config {key}")
+
+
+def _evaluation(job: Job, request: Request, out: Path) -> str:
+    """The command that measures what was written."""
+    at = ["--url", request.url] if request.url else []
+    again = shlex.join([*kinds_and(request.data, request.most_rows or 0), "--model", job.model_id, *at])
+    return f"guard eval --model-configs {shlex.quote(str(out))} {again} --seed {job.seed}"
 
 
 def _threshold(

@@ -42,6 +42,13 @@ def evaluate(
     configs: Annotated[
         Path | None, typer.Option("--model-configs", help="Folder with KIND/MODEL.json. Default: those that ship.")
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure KIND/NAME.json in place of KIND/MODEL.json, such as SmolLM2-135M-Instruct-windows; as config "
+            "in a policy."
+        ),
+    ] = None,
     data: Data = None,
     rows: Rows = 0,
     out: Annotated[Path, typer.Option(help="Folder that gets report.html and report.json.")] = Path("evaluation"),
@@ -73,6 +80,7 @@ def evaluate(
 
         names = tuple(data or ["all"])
         folder, key = model_folder(model)
+        key = config or key
         check_writable(out)
         request = Request(
             folder,
@@ -87,6 +95,8 @@ def evaluate(
             detectors=_built(configs or data_folder("model_configs"), key),
         )
         options = [*kinds_and(names, rows), "--model", model, "--seed", str(seed)]
+        if config:
+            options += ["--config", config]
         if all_rows:
             options.append("--all-rows")
         elif not leave_one_out:

@@ -7,11 +7,13 @@ and thresholds come from the same out-of-fold scores: each row's is by a fit tha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from safetensors.numpy import save
 from sklearn.metrics import brier_score_loss  # type: ignore[import-untyped]
 
 from detectors.calibration.feature_store import FeatureError
@@ -23,6 +25,7 @@ from detectors.calibration.logistic import fit as fit_logistic
 from detectors.calibration.metrics import Labels, Scores
 from detectors.calibration.probe_candidates import Candidate, Choice, LabelledRows, Shortlisted, candidate
 from detectors.linear import sigmoid
+from detectors.probe import BIAS, WEIGHT, Params
 
 REGULARISATIONS = (1e-4, 1e-3, 1e-2, 1e-1)
 SET_SIZES = (2, 3, 4, 5, 6, 8, 10, 15)
@@ -94,6 +97,22 @@ def refit(train: LabelledRows, validation: LabelledRows, choice: Choice, seed: i
     best = max(_tried(train, validation, choice), key=lambda c: c.merit)
     labels = np.concatenate([train.labels, validation.labels])
     return FittedProbe(*_scaled(_out_of_fold(train, validation, best, labels, seed), labels), {})
+
+
+def probe_files(choice: Choice, linear: Linear, config_key: str, hidden_size: int) -> tuple[Params, bytes]:
+    """What is written: the file's ``params``, and its weights."""
+    weights = save(
+        {WEIGHT: linear.weight.astype(np.float32), BIAS: np.array([linear.bias], dtype=np.float32)},
+        metadata={"model": config_key},  # one entry: the format keeps several in no fixed order
+    )
+    given = {
+        "layers": choice.layers,
+        "hidden_size": hidden_size,
+        "weights": f"{config_key}.safetensors",
+        "weights_sha256": hashlib.sha256(weights).hexdigest(),
+        **({"pooling": choice.pooling} if choice.pooling != "last_token" else {}),
+    }
+    return Params.model_validate(given), weights
 
 
 def _scaled(one: Shortlisted, labels: Labels) -> tuple[Choice, Linear, Scores]:

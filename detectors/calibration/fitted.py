@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from detectors.calibration.metrics import Labels, Scores, Tried, quality, thresholds
 from detectors.calibration.provenance import versions
-from detectors.model_config import Calibration, DataSource, ModelConfig, ModelInfo, Quality, Section
+from detectors.model_config import Calibration, DataSource, ModelConfig, ModelInfo, Quality, Section, Threshold
 from guard.model_weights import weights_sha256
 from guard.writable import write_result
 
@@ -81,6 +81,21 @@ def calibration(
     """The record. setting: scores of rows that thresholds are set on, each by a fit that did not see it, with labels;
     held_out, text_baseline: of the same held-out rows. seen_rows: as in
     ``Calibration``, of the same rows as ``data``."""
+    points = thresholds(setting, Tried(held_out.scores, held_out.labels, held_out.alike))
+    return record(job, method, data, choices, held_out, text_baseline, seen_rows, points)
+
+
+def record(
+    job: Job,
+    method: str,
+    data: tuple[DataSource, ...],
+    choices: dict[str, str],
+    held_out: Scored,
+    text_baseline: Scored,
+    seen_rows: str,
+    points: dict[str, Threshold],
+) -> Calibration:
+    """The same with thresholds that are set already."""
     return Calibration(
         method=method,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -93,7 +108,7 @@ def calibration(
         choices=choices,
         quality=held_out.quality(job.seed),
         text_baseline=text_baseline.quality(job.seed),
-        thresholds=thresholds(setting, Tried(held_out.scores, held_out.labels, held_out.alike)),
+        thresholds=points,
     )
 
 

@@ -5,7 +5,6 @@ Owns the order of the steps, and that held-out rows are looked at once, at the e
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 from sklearn.pipeline import Pipeline  # type: ignore[import-untyped]
 
 from detectors.attention_tracker import AttentionTrackerConfig
@@ -23,7 +22,7 @@ from detectors.calibration.demands import lacking, readable
 from detectors.calibration.features import Features
 from detectors.calibration.fit_combination import fit_combination
 from detectors.calibration.fit_h_node import Statements
-from detectors.calibration.fit_probe import FittedProbe, fit_probe
+from detectors.calibration.fit_probe import FittedProbe, fit_probe, probe_files
 from detectors.calibration.fit_text_baseline import text_baseline_files, unseen_probabilities
 from detectors.calibration.fit_tool_risk import fit_tool_risk, tool_risk_files
 from detectors.calibration.fit_tracker import fit_tracker, tracker_scores
@@ -39,8 +38,8 @@ from detectors.combination import Combination, CombinationConfig
 from detectors.combination import Params as CombinationParams
 from detectors.linear import sigmoid
 from detectors.model_config import Calibration
-from detectors.probe import BIAS, WEIGHT, ProbeConfig
 from detectors.probe import Params as ProbeParams
+from detectors.probe import ProbeConfig
 from detectors.text_baseline import BIAS as TEXT_BIAS
 from detectors.text_baseline import IDF, TextBaseline, TextBaselineConfig
 from detectors.text_baseline import WEIGHT as TEXT_WEIGHT
@@ -183,22 +182,8 @@ class _Prompts:
     @cached_property
     def probe_files(self) -> tuple[ProbeParams, bytes]:
         """What is written."""
-        probe, config_key = self.probe, self.job.config_key
-        weights = save(
-            {
-                WEIGHT: probe.linear.weight.astype(np.float32),
-                BIAS: np.array([probe.linear.bias], dtype=np.float32),
-            },
-            metadata={"model": config_key},  # one entry: the format keeps several in no fixed order
-        )
-        given = {
-            "layers": probe.layers,
-            "hidden_size": self.features.hidden.shape[-1],
-            "weights": f"{config_key}.safetensors",
-            "weights_sha256": hashlib.sha256(weights).hexdigest(),
-            **({"pooling": probe.choice.pooling} if probe.choice.pooling != "last_token" else {}),
-        }
-        return ProbeParams.model_validate(given), weights
+        probe = self.probe
+        return probe_files(probe.choice, probe.linear, self.job.config_key, self.features.hidden.shape[-1])
 
     def _probe(self) -> Fitted:
         params, weights = self.probe_files

@@ -80,6 +80,17 @@ class Reporter:
         for name, why in left_out(thresholds).items():
             self.say(f"{kind}: no {name}: {why}; a policy that uses {name} does not load")
 
+    def show_parts(self, config: ModelConfig) -> None:
+        """How many of which rows reach each threshold."""
+        if config.calibration is None or not config.calibration.parts:
+            return
+        names = list(config.calibration.thresholds)
+        table = Table("as served, with windows", "rows", *names)
+        for part, one in config.calibration.parts.items():
+            cells = (f"{one.hits[name]}{_shares(one.intervals[name])}" for name in names)
+            table.add_row(part, _different(one.rows, one.different), *cells)
+        self.console.print(table)
+
 
 def _cells(measured: Quality) -> tuple[str, ...]:
     auroc, tpr = measured.auroc_interval, measured.tpr_at_fpr_1pct_interval
