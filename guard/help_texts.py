@@ -69,6 +69,7 @@ CALIBRATE_END = closing(
     "0 when all files are written, 1 when something is missing or a fit failed",
     "guard calibrate",
     "guard calibrate probe --model ./my-model --out model_configs",
+    "guard calibrate probe --windows --rows 0 --out my_configs",
 )
 PULL_END = closing(
     "0 when the model is there, 1 when not",

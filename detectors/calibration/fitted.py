@@ -73,29 +73,15 @@ def calibration(
     method: str,
     data: tuple[DataSource, ...],
     choices: dict[str, str],
-    setting: Tried,
+    setting: Tried | Mapping[str, Threshold],
     held_out: Scored,
     text_baseline: Scored,
     seen_rows: str,
 ) -> Calibration:
     """The record. setting: scores of rows that thresholds are set on, each by a fit that did not see it, with labels;
+    or the thresholds, where they are set otherwise.
     held_out, text_baseline: of the same held-out rows. seen_rows: as in
     ``Calibration``, of the same rows as ``data``."""
-    points = thresholds(setting, Tried(held_out.scores, held_out.labels, held_out.alike))
-    return record(job, method, data, choices, held_out, text_baseline, seen_rows, points)
-
-
-def record(
-    job: Job,
-    method: str,
-    data: tuple[DataSource, ...],
-    choices: dict[str, str],
-    held_out: Scored,
-    text_baseline: Scored,
-    seen_rows: str,
-    points: dict[str, Threshold],
-) -> Calibration:
-    """The same with thresholds that are set already."""
     return Calibration(
         method=method,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -108,7 +94,9 @@ def record(
         choices=choices,
         quality=held_out.quality(job.seed),
         text_baseline=text_baseline.quality(job.seed),
-        thresholds=points,
+        thresholds=thresholds(setting, Tried(held_out.scores, held_out.labels, held_out.alike))
+        if isinstance(setting, Tried)
+        else dict(setting),
     )
 
 

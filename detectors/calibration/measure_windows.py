@@ -30,6 +30,8 @@ from detectors.calibration.material import Material, Request, gather
 from detectors.calibration.metrics import Labels, Scores, auroc, threshold_for_fpr
 from detectors.calibration.positions import SOURCE
 from detectors.calibration.provenance import versions
+from detectors.calibration.sets.long_benign import long_documents
+from detectors.calibration.split import merge_beside
 from detectors.calibration.stretches import (
     Array,
     Found,
@@ -77,6 +79,8 @@ class Measure:
     reader: LongReader
     probe: Probe
     tracker: AttentionTracker
+    named: Mapping[str, Probe] = field(default_factory=dict)
+    """Further probes by their file's name, which read the same layers."""
 
     @property
     def labels(self) -> Labels:
@@ -89,7 +93,7 @@ class Measure:
         """The detectors as they ship, without windows."""
         none = np.zeros(len(self.cases))
         wholes = [self.reader.whole(case) for case in self.cases]
-        probed = self._probe(np.stack([one.last for one in wholes]))
+        probed = _probabilities(self.probe, np.stack([one.last for one in wholes]))
         yield Candidate("no windows: probe", Found(probed, none, none), thresholds=self.probe.thresholds)
         drift = self._tracker(np.stack([one.mass for one in wholes])).mean(axis=1)
         yield Candidate("no windows: attention_tracker", Found(drift, none, none), thresholds=self.tracker.thresholds)
@@ -102,6 +106,12 @@ class Measure:
             beside = windows[kind].found
             found = Found(np.maximum(one.found.scores, beside.scores), beside.hit, beside.chance)
             yield Candidate(f"with windows, as served: {kind}", found, thresholds=one.thresholds)
+        passes, wholes = self.passes(), np.stack([self.reader.whole(case).last for case in self.cases])
+        overlaps = [np.array([one.overlap for one in of_one]) for of_one in passes]
+        for name, probe in self.named.items():
+            beside = found_by([_probabilities(probe, _states(of_one)) for of_one in passes], overlaps)
+            found = Found(np.maximum(_probabilities(probe, wholes), beside.scores), beside.hit, beside.chance)
+            yield Candidate(f"with windows, as served: {name}", found, thresholds=probe.thresholds)
 
     def in_one_pass(self) -> Iterator[Candidate]:
         """Of the whole document, by stretches of it."""
@@ -118,7 +128,7 @@ class Measure:
         named, passes = f"passes, {self.size.characters} characters: ", self.passes()
         overlaps = [np.array([one.overlap for one in of_one]) for of_one in passes]
         yield self.probed()
-        probed = [centred(_logit(self._probe(_states(of_one)))) for of_one in passes]
+        probed = [centred(_logit(_probabilities(self.probe, _states(of_one)))) for of_one in passes]
         yield Candidate(f"{named}probe against the document's median", found_by(probed, overlaps))
         masses = [np.stack([one.reading.mass for one in of_one]) for of_one in passes]
         drift = [self._tracker(mass).mean(axis=1) for mass in masses]
@@ -132,7 +142,7 @@ class Measure:
     def probed(self) -> Candidate:
         passes = self.passes()
         overlaps = [np.array([one.overlap for one in of_one]) for of_one in passes]
-        found = found_by([self._probe(_states(of_one)) for of_one in passes], overlaps)
+        found = found_by([_probabilities(self.probe, _states(of_one)) for of_one in passes], overlaps)
         return Candidate(f"passes, {self.size.characters} characters: probe", found, {}, self.probe.thresholds)
 
     def fitted_too(self, material: Material) -> Candidate:
@@ -175,14 +185,15 @@ class Measure:
         chosen = {"heads": [list(self.reader.heads[i]) for i in heads], "choosing_out_of_fold_auroc": merit}
         return Candidate(name, found_by([one[:, heads].mean(axis=1) for one in values], overlaps), chosen)
 
-    def _probe(self, last: FloatArray) -> Scores:
-        """last: ``[rows, layers, hidden_size]``, of the probe's layers."""
-        logits = last.reshape(len(last), -1).astype(np.float64) @ self.probe.weight + self.probe.bias
-        return np.asarray(1 / (1 + np.exp(-logits)))
-
     def _tracker(self, mass: FloatArray) -> Array:
         """``[rows, heads]``."""
         return _drift(mass[:, [self.reader.heads.index(head) for head in self.tracker.heads]])
+
+
+def _probabilities(probe: Probe, last: FloatArray) -> Scores:
+    """last: ``[rows, layers, hidden_size]``, of the probe's layers."""
+    logits = last.reshape(len(last), -1).astype(np.float64) @ probe.weight + probe.bias
+    return np.asarray(1 / (1 + np.exp(-logits)))
 
 
 def _states(passes: Sequence[ReadWindow]) -> FloatArray:
@@ -233,10 +244,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without-fit", action="store_true", help="do not read the sets' rows, and fit no probe")
+    parser.add_argument("--named", action="append", default=[], help="measure this file of probe too, NAME.json")
+    parser.add_argument("--configs", type=Path, help="folder with KIND/NAME.json; those that ship, if not given")
     given = parser.parse_args(arguments)
     resolved = resolve_model(given.model)
     model = Path(resolved.path)
-    measure, too_long, merits = _read(model, resolved.config_key, given.seed)
+    named = probes_named(given.configs or data_folder("model_configs"), given.named)
+    measure, left_out, merits = _read(model, resolved.config_key, given.seed, named)
     fitted = [] if given.without_fit else [measure.fitted_too(gather(Request(model, ("all",), given.seed), say))]
     candidates = {}
     for one in (*measure.whole(), *measure.as_served(), *measure.in_passes(), *fitted, *measure.in_one_pass()):
@@ -247,31 +261,43 @@ def main(arguments: Sequence[str]) -> None:
         "model": resolved.config_key,
         "model_sha256": weights_sha256(model),
         "command": f"python -m detectors.calibration.measure_windows --model {given.model} --seed {given.seed}"
-        + (" --without-fit" if given.without_fit else ""),
+        + (" --without-fit" if given.without_fit else "")
+        + "".join(f" --named {name}" for name in given.named),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
         "cases": {
             part: {name: int((labels[measure.of(part)] == y).sum()) for name, y in (("benign", 0), ("attack", 1))}
             for part in PARTS
         },
-        "documents_too_long_for_the_engine": too_long,
+        **left_out,
         "cases_sha256": cases_hash(measure.cases),
         "windows": {**measure.size.model_dump(), "chosen_by_the_probes_auroc_on_the_choosing_half": merits},
     }
     given.out.write_text(json.dumps({"about": about, "candidates": candidates}, indent=1) + "\n", encoding="utf-8")
 
 
-def _read(model: Path, key: str, seed: int) -> tuple[Measure, list[str], dict[str, float]]:
+def probes_named(configs: Path, names: Sequence[str]) -> dict[str, Probe]:
+    found = {name: build_detector("probe", configs / "probe" / f"{name}.json") for name in names}
+    return {name: one for name, one in found.items() if isinstance(one, Probe)}
+
+
+def _read(
+    model: Path, key: str, seed: int, named: Mapping[str, Probe]
+) -> tuple[Measure, dict[str, list[str]], dict[str, float]]:
     """What is measured, the documents that are left out, and how each size of windows fared."""
     configs = data_folder("model_configs")
     probe = build_detector("probe", configs / "probe" / f"{key}.json")
     tracker = build_detector("attention_tracker", configs / "attention_tracker" / f"{key}.json")
     assert isinstance(probe, Probe)
     assert isinstance(tracker, AttentionTracker)
+    for name, one in named.items():
+        if one.config.params.layers != probe.config.params.layers:
+            raise SystemExit(f"{name} reads other layers than {key}, which are those that are read here")
     reader = LongReader(model, probe.config.params.layers)
     every = cases(seed)
     too_long = {case.document for case in every if not reader.fits(case)}
-    kept = [case for case in every if case.document not in too_long]
+    like = like_long_documents(every) if named else set[str]()
+    kept = [case for case in every if case.document not in too_long | like]
     choosing = [case for case in kept if case.half == "choosing"]
     reader.read(choosing, SIZES, say)
     tried = [Measure(size, choosing, reader, probe, tracker) for size in SIZES]
@@ -279,7 +305,19 @@ def _read(model: Path, key: str, seed: int) -> tuple[Measure, list[str], dict[st
     size = SIZES[int(np.argmax(merits))]
     reader.read(kept, (size,), say)
     by_size = {str(one.characters): merit for one, merit in zip(SIZES, merits, strict=True)}
-    return Measure(size, kept, reader, probe, tracker), sorted(too_long), by_size
+    left_out = {"documents_too_long_for_the_engine": sorted(too_long)}
+    if named:
+        left_out["documents_like_some_of_long_documents"] = sorted(like)
+    return Measure(size, kept, reader, probe, tracker, named), left_out, by_size
+
+
+def like_long_documents(every: Sequence[Case]) -> set[str]:
+    """Documents that are nearly the same as one of the set ``long-documents``, to which probes with windows are
+    fitted."""
+    benign = [case for case in every if not case.attack]
+    names = [case.document for case in benign]
+    _, near = merge_beside([case.row.text for case in benign], names, [one.text for one in long_documents()])
+    return {name for name, alike in zip(names, near, strict=True) if alike}
 
 
 def say(line: str) -> None:

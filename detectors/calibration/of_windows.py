@@ -19,7 +19,7 @@ from detectors.calibration.feature_store import FeatureStore, Plan
 from detectors.calibration.features import most_tokens, read_features
 from detectors.calibration.fit_probe import fit_probe, probe_files
 from detectors.calibration.fit_windows import LEAST_DOCUMENTS, FittedWindows, Served, fit_windows, served_thresholds
-from detectors.calibration.fitted import Fitted, Job, Scored, record
+from detectors.calibration.fitted import Fitted, Job, Scored, calibration
 from detectors.calibration.logistic import Matrix
 from detectors.calibration.long_rows import LongRow, long_rows, own_long_rows
 from detectors.calibration.material import Material, Request, engine_of, gather, reader_of
@@ -224,21 +224,21 @@ def _written(
     train, validation = rows.where("train"), rows.where("validation")
     text = fit_baseline(_texts(train.rows), train.labels, _texts(validation.rows), validation.labels)
     all_rows = [*rows.rows, *(one.row for one in (*fitted_to.rows, *unseen.rows, *attacked.rows))]
-    calibration = record(
+    made = calibration(
         keyed,
         "logistic regression, read in windows too",
         data_sources(all_rows),
         _choices(choice, fitted, seen, fitted_to, len(short)),
+        points,
         scored,
         _scored(measured, baseline_scores(text, _texts(measured))),
         seen_digests([*rows.rows, *(one.row for one in fitted_to.rows)]),
-        points,
     )
     parts = _parts(points, fitted_to, of_documents.scores, unseen, of_unseen)
     if attacked.rows:
         parts |= _buried(points, attacked, np.asarray(sigmoid(attacked.served.scores(fitted.linear))))
     config = ProbeConfig(
-        model_info=keyed.model_info, params=params, calibration=calibration.model_copy(update={"parts": parts})
+        model_info=keyed.model_info, params=params, calibration=made.model_copy(update={"parts": parts})
     )
     return Fitted(config, {params.weights: weights})
 
