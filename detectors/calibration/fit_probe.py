@@ -40,6 +40,7 @@ class FittedProbe:
     linear: Linear
     unseen: Scores
     choices: dict[str, str]
+    regularisation: float
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -89,6 +90,7 @@ def fit_probe(
             f"{brier:.3f}",
             "thresholds": "on out-of-fold scores of the benign ones among these rows",
         },
+        best.measured.regularisation,
     )
 
 
@@ -96,7 +98,8 @@ def refit(train: LabelledRows, validation: LabelledRows, choice: Choice, seed: i
     """For given layers and tokens, not the highest: the best penalty on validation rows, fitted to both."""
     best = max(_tried(train, validation, choice), key=lambda c: c.merit)
     labels = np.concatenate([train.labels, validation.labels])
-    return FittedProbe(*_scaled(_out_of_fold(train, validation, best, labels, seed), labels), {})
+    scaled = _scaled(_out_of_fold(train, validation, best, labels, seed), labels)
+    return FittedProbe(*scaled, {}, best.regularisation)
 
 
 def probe_files(choice: Choice, linear: Linear, config_key: str, hidden_size: int) -> tuple[Params, bytes]:

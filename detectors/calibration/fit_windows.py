@@ -1,8 +1,8 @@
 """Fits a probe that reads long data window by window, beside the rows of every calibration, and sets its thresholds.
 
 A row's score is the highest of its whole prompt's and its windows', as it is served. Windows of benign documents are
-benign rows; of attacked documents none is fitted to, since hardly any of their windows has the attack. Penalty, scaling
-and thresholds come from scores out of fold: each is by a fit that saw nothing of the row's group or of the document's
+benign rows; of attacked documents none is fitted to, since hardly any of their windows has the attack. Scaling and
+thresholds come from scores out of fold: each is by a fit that saw nothing of the row's group or of the document's
 package.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from detectors.calibration.fit_probe import REGULARISATIONS
-from detectors.calibration.logistic import Linear, Matrix, Rotated, calibrate, folds
+from detectors.calibration.logistic import Linear, Matrix, calibrate, fit, out_of_fold_logits
 from detectors.calibration.metrics import (
     BUDGETS,
     Labels,
@@ -24,7 +23,6 @@ from detectors.calibration.metrics import (
     rows_needed,
     threshold_for_fpr,
 )
-from detectors.calibration.probe_candidates import Choice, candidate
 from detectors.calibration.window_rows import WindowRows
 
 LEAST_DOCUMENTS = rows_needed(BUDGETS["fpr_5pct"])
@@ -59,14 +57,11 @@ class Served:
 
 @dataclass(frozen=True)
 class FittedWindows:
-    """Logits out of fold. of_rows: ``[rows]``; of_documents: ``[documents]``, as served. regularisation: the penalty
-    that was chosen; tried: how each fared."""
+    """Logits out of fold. of_rows: ``[rows]``; of_documents: ``[documents]``, as served."""
 
     linear: Linear
     of_rows: Scores
     of_documents: Scores
-    regularisation: float
-    tried: tuple[str, ...]
 
 
 def fit_windows(
@@ -75,7 +70,7 @@ def fit_windows(
     groups: Sequence[str],
     documents: Served,
     packages: Sequence[str],
-    choice: Choice,
+    regularisation: float,
     seed: int,
 ) -> FittedWindows:
     """x, labels, groups: of rows, read whole. documents, packages: benign ones, read whole and in windows."""
@@ -83,28 +78,11 @@ def fit_windows(
     every = np.concatenate([x, documents.whole, documents.of_windows])
     of_all = np.concatenate([labels, np.zeros(len(every) - count, np.int64)])
     together = [*groups, *packages, *documents.each_windows(packages)]
-    logits = {one: np.zeros(len(every)) for one in REGULARISATIONS}
-    for seen, unseen in folds(of_all, together, seed):
-        rotated = Rotated(every[seen])
-        for one, found in logits.items():
-            found[unseen] = rotated.fit(of_all[seen], one).logits(every[unseen])
-    served = {
-        one: (found[:count], documents.highest(found[count : count + whole], found[count + whole :]))
-        for one, found in logits.items()
-    }
-    measured = [
-        candidate(choice, one, np.concatenate(scores), of_all[: count + whole]) for one, scores in served.items()
-    ]
-    best = max(measured, key=lambda one: one.merit)
-    of_rows, of_documents = served[best.regularisation]
-    scaled = calibrate(Rotated(every).fit(of_all, best.regularisation), of_rows, labels)
-    return FittedWindows(
-        scaled.linear,
-        scaled.scores(of_rows),
-        scaled.scores(of_documents),
-        best.regularisation,
-        tuple(map(str, measured)),
-    )
+    found = out_of_fold_logits(every, of_all, together, regularisation, seed)
+    of_rows = found[:count]
+    scaled = calibrate(fit(every, of_all, regularisation), of_rows, labels)
+    of_documents = documents.highest(found[count : count + whole], found[count + whole :])
+    return FittedWindows(scaled.linear, scaled.scores(of_rows), scaled.scores(of_documents))
 
 
 def served_thresholds(rows: Tried, documents: Tried) -> dict[str, float]:

@@ -271,6 +271,7 @@ def main(arguments: Sequence[str]) -> None:
         },
         **left_out,
         "cases_sha256": cases_hash(measure.cases),
+        **({"named": {name: _recorded_parts(one) for name, one in named.items()}} if named else {}),
         "windows": {**measure.size.model_dump(), "chosen_by_the_probes_auroc_on_the_choosing_half": merits},
     }
     given.out.write_text(json.dumps({"about": about, "candidates": candidates}, indent=1) + "\n", encoding="utf-8")
@@ -309,6 +310,18 @@ def _read(
     if named:
         left_out["documents_like_some_of_long_documents"] = sorted(like)
     return Measure(size, kept, reader, probe, tracker, named), left_out, by_size
+
+
+def _recorded_parts(probe: Probe) -> dict[str, Any]:
+    """What its file says of the documents that it was measured on."""
+    made = probe.config.calibration
+    if made is None:
+        return {}
+    return {
+        "command": made.command,
+        "thresholds": dict(probe.thresholds),
+        "parts": {name: part.model_dump() for name, part in made.parts.items()},
+    }
 
 
 def like_long_documents(every: Sequence[Case]) -> set[str]:

@@ -17,7 +17,7 @@ from detectors.calibration.data import ALL, knows_tool_role, short_enough, templ
 from detectors.calibration.evaluation import POSITIONS
 from detectors.calibration.feature_store import FeatureStore, Plan
 from detectors.calibration.features import most_tokens, read_features
-from detectors.calibration.fit_probe import fit_probe, probe_files
+from detectors.calibration.fit_probe import FittedProbe, fit_probe, probe_files
 from detectors.calibration.fit_windows import LEAST_DOCUMENTS, FittedWindows, Served, fit_windows, served_thresholds
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
 from detectors.calibration.logistic import Matrix
@@ -98,7 +98,8 @@ def fit_with_windows(
     taken = {one.row.id for one in documents}
     usual = [i for i, row in enumerate(material.rows) if row.source != POSITIONS and row.id not in taken]
     say("choosing layers for the probe")
-    choice = _choice(material, usual, job.seed)
+    plain = _without_windows(material, usual, job.seed)
+    choice = plain.choice
     rows = _Rows(
         [material.rows[i] for i in usual],
         choice.columns(material.features.part(usual)),
@@ -118,8 +119,10 @@ def fit_with_windows(
     say("fitting the probe to rows and windows")
     seen = rows.where("train", "validation")
     packages_of = [one.package for one in fitted_to.rows]
-    fitted = fit_windows(seen.states, seen.labels, seen.groups, fitted_to.served, packages_of, choice, job.seed)
-    return _written(job, choice, fitted, rows, fitted_to, unseen, attacked)
+    fitted = fit_windows(
+        seen.states, seen.labels, seen.groups, fitted_to.served, packages_of, plain.regularisation, job.seed
+    )
+    return _written(job, plain, fitted, rows, fitted_to, unseen, attacked)
 
 
 def _documents(request: Request, say: Callable[[str], None]) -> list[LongRow]:
@@ -142,15 +145,15 @@ def _check(documents: Sequence[LongRow]) -> None:
             )
 
 
-def _choice(material: Material, usual: Sequence[int], seed: int) -> Choice:
-    """The layers of the probe without windows."""
+def _without_windows(material: Material, usual: Sequence[int], seed: int) -> FittedProbe:
+    """The probe whose layers and penalty are taken."""
 
     def part(split: str) -> LabelledRows:
         at = [i for i in usual if material.rows[i].split == split]
         labels = np.array([material.rows[i].label == "attack" for i in at], np.int64)
         return LabelledRows(material.features.part(at), labels, [material.rows[i].group for i in at])
 
-    return fit_probe(part("train"), part("validation"), seed).choice
+    return fit_probe(part("train"), part("validation"), seed)
 
 
 def _read(
@@ -191,7 +194,7 @@ def _read(
 
 def _written(
     job: Job,
-    choice: Choice,
+    plain: FittedProbe,
     fitted: FittedWindows,
     rows: _Rows,
     fitted_to: _Documents,
@@ -201,8 +204,8 @@ def _written(
     """With what its scores are on rows that it was not fitted to."""
     seen, held_out = rows.where("train", "validation"), rows.where("held_out")
     keyed = replace(job, config_key=windows_key(job.config_key))
-    hidden_size = len(fitted.linear.weight) // len(choice.layers)
-    params, weights = probe_files(choice, fitted.linear, keyed.config_key, hidden_size)
+    hidden_size = len(fitted.linear.weight) // len(plain.layers)
+    params, weights = probe_files(plain.choice, fitted.linear, keyed.config_key, hidden_size)
     params = params.model_copy(update={"windows": WINDOWS})
 
     setting = Tried(
@@ -228,7 +231,7 @@ def _written(
         keyed,
         "logistic regression, read in windows too",
         data_sources(all_rows),
-        _choices(choice, fitted, seen, fitted_to, len(short)),
+        _choices(plain, seen, fitted_to, len(short)),
         points,
         scored,
         _scored(measured, baseline_scores(text, _texts(measured))),
@@ -243,13 +246,11 @@ def _written(
     return Fitted(config, {params.weights: weights})
 
 
-def _choices(
-    choice: Choice, fitted: FittedWindows, seen: _Rows, fitted_to: _Documents, held_out_short: int
-) -> dict[str, str]:
+def _choices(plain: FittedProbe, seen: _Rows, fitted_to: _Documents, held_out_short: int) -> dict[str, str]:
     count = len({one.package for one in fitted_to.rows})
     return {
-        "layers": f"{list(choice.layers)}, as chosen for the probe without windows",
-        "regularisation": "out of fold, rows whole and documents as served: " + "; ".join(fitted.tried),
+        "layers and regularisation": f"of the probe without windows, fitted to the rows alone: {list(plain.layers)}, "
+        f"C={plain.regularisation:g}",
         "weights": f"{len(seen.rows)} training and validation rows whole, {len(fitted_to.rows)} benign documents of "
         f"{count} packages whole and {len(fitted_to.served.of_windows)} windows of them",
         "calibration": "Platt scaling on out-of-fold logits of the rows, equal class sizes",

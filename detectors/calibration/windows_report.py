@@ -41,7 +41,22 @@ def markdown(results: Path) -> str:
         for part in PARTS:
             cells += [_reach(one[part]), _top(one[part])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, one in about.get("named", {}).items():
+        lines += ["", f"`{name}` (`{one['command']}`), how many reach its thresholds, as its file says:", ""]
+        lines += _parts(one["thresholds"], one["parts"])
     return "\n".join(lines)
+
+
+def _parts(thresholds: Mapping[str, float], parts: Mapping[str, Any]) -> list[str]:
+    head = [f"`{name}`, at least {value:.3f}" for name, value in thresholds.items()]
+    lines = [f"| rows | {' | '.join(head)} |", f"| --- |{' --- |' * len(head)}"]
+    for name, one in parts.items():
+        cells = []
+        for point in thresholds:
+            low, high = one["intervals"][point]["low"], one["intervals"][point]["high"]
+            cells.append(f"{one['hits'][point]} of {one['rows']} ({low:.1%} to {high:.1%})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def _area(one: Mapping[str, Any]) -> str:

@@ -22,7 +22,6 @@ from detectors.calibration.fit_windows import Served, fit_windows, served_thresh
 from detectors.calibration.logistic import fit
 from detectors.calibration.long_rows import OWN, own_long_rows
 from detectors.calibration.metrics import BUDGETS, Tried, rows_needed
-from detectors.calibration.probe_candidates import Choice
 from detectors.calibration.rows import Message, Row
 from detectors.calibration.sets.long_benign import LongDocument
 from detectors.calibration.window_rows import WindowRows
@@ -32,8 +31,6 @@ from guard.cli import app
 from guard.mia.results import AttentionReadout, HiddenReadout, Readout, Readouts
 from guard.mia.spec import MiaSpec
 from tests.detectors.calibration.tiny_model import SIZE, make_model, plant, texts, write_rows
-
-CHOICE = Choice("last_token", (1,))
 
 
 def served(generator: np.random.Generator, documents: int, windows: int, fragment: float) -> Served:
@@ -53,8 +50,8 @@ def test_a_probe_that_has_seen_fragments_no_longer_takes_them_for_attacks() -> N
     x[labels == 1, 0] += 5.0
     groups, packages = [f"row {i}" for i in range(400)], [f"package {i // 3}" for i in range(60)]
     documents, others = (served(generator, 60, 8, fragment=3.0) for _ in range(2))
-    fitted = fit_windows(x, labels, groups, documents, packages, CHOICE, 0)
-    plain = fit(x, labels, fitted.regularisation)
+    fitted = fit_windows(x, labels, groups, documents, packages, 1e-2, 0)
+    plain = fit(x, labels, 1e-2)
     assert np.mean(others.scores(plain) > 0) > 0.9
     assert np.mean(others.scores(fitted.linear) > 0) < 0.3
     assert np.mean(fitted.of_documents > 0) < 0.3
@@ -70,7 +67,7 @@ def test_a_documents_score_out_of_fold_is_by_a_fit_that_saw_nothing_of_its_packa
     odd = [window for i in range(4) for window in documents.windows.of[i]]
     documents.of_windows[odd, 0] += 6.0
     packages = ["odd"] * 4 + [f"package {i}" for i in range(4, 20)]
-    fitted = fit_windows(x, labels, [str(i) for i in range(120)], documents, packages, CHOICE, 0)
+    fitted = fit_windows(x, labels, [str(i) for i in range(120)], documents, packages, 1e-2, 0)
     assert fitted.of_documents[:4].min() > max(fitted.of_documents[4:].max(), 0)
     assert np.all(fitted.of_documents[:4] > documents.scores(fitted.linear)[:4])
 
