@@ -244,6 +244,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without-fit", action="store_true", help="do not read the sets' rows, and fit no probe")
+    parser.add_argument("--served-alone", action="store_true", help="measure detectors as they are served, no more")
     parser.add_argument("--named", action="append", default=[], help="measure this file of probe too, NAME.json")
     parser.add_argument("--configs", type=Path, help="folder with KIND/NAME.json; those that ship, if not given")
     given = parser.parse_args(arguments)
@@ -251,9 +252,9 @@ def main(arguments: Sequence[str]) -> None:
     model = Path(resolved.path)
     named = probes_named(given.configs or data_folder("model_configs"), given.named)
     measure, left_out, merits = _read(model, resolved.config_key, given.seed, named)
-    fitted = [] if given.without_fit else [measure.fitted_too(gather(Request(model, ("all",), given.seed), say))]
+    served = (*measure.whole(), *measure.as_served())
     candidates = {}
-    for one in (*measure.whole(), *measure.as_served(), *measure.in_passes(), *fitted, *measure.in_one_pass()):
+    for one in served if given.served_alone else _every(measure, served, given):
         told = candidates[one.name] = recorded(measure, one, given.seed)
         say(f"{one.name}: AUROC " + ", ".join(f"{part} {told[part]['auroc']:.3f}" for part in PARTS))
     labels = measure.labels
@@ -262,6 +263,7 @@ def main(arguments: Sequence[str]) -> None:
         "model_sha256": weights_sha256(model),
         "command": f"python -m detectors.calibration.measure_windows --model {given.model} --seed {given.seed}"
         + (" --without-fit" if given.without_fit else "")
+        + (" --served-alone" if given.served_alone else "")
         + "".join(f" --named {name}" for name in given.named),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
@@ -275,6 +277,14 @@ def main(arguments: Sequence[str]) -> None:
         "windows": {**measure.size.model_dump(), "chosen_by_the_probes_auroc_on_the_choosing_half": merits},
     }
     given.out.write_text(json.dumps({"about": about, "candidates": candidates}, indent=1) + "\n", encoding="utf-8")
+
+
+def _every(measure: Measure, served: Sequence[Candidate], given: argparse.Namespace) -> Iterator[Candidate]:
+    yield from served
+    yield from measure.in_passes()
+    if not given.without_fit:
+        yield measure.fitted_too(gather(Request(measure.reader.model, ("all",), given.seed), say))
+    yield from measure.in_one_pass()
 
 
 def probes_named(configs: Path, names: Sequence[str]) -> dict[str, Probe]:

@@ -226,7 +226,7 @@ def _written(
 
     train, validation = rows.where("train"), rows.where("validation")
     text = fit_baseline(_texts(train.rows), train.labels, _texts(validation.rows), validation.labels)
-    all_rows = [*rows.rows, *(one.row for one in (*fitted_to.rows, *unseen.rows, *attacked.rows))]
+    all_rows = [*rows.rows, *(one.row for one in (*fitted_to.rows, *unseen.rows))]
     made = calibration(
         keyed,
         "logistic regression, read in windows too",
@@ -240,9 +240,7 @@ def _written(
     parts = _parts(points, fitted_to, of_documents.scores, unseen, of_unseen)
     if attacked.rows:
         parts |= _buried(points, attacked, np.asarray(sigmoid(attacked.served.scores(fitted.linear))))
-    config = ProbeConfig(
-        model_info=keyed.model_info, params=params, calibration=made.model_copy(update={"parts": parts})
-    )
+    config = ProbeConfig(model_info=job.model_info, params=params, calibration=made.model_copy(update={"parts": parts}))
     return Fitted(config, {params.weights: weights})
 
 
@@ -257,7 +255,7 @@ def _choices(plain: FittedProbe, seen: _Rows, fitted_to: _Documents, held_out_sh
         "thresholds": f"on out-of-fold scores of the {int(seen.short.sum())} rows that are no longer than a window, "
         "and of the documents as served: each budget is kept among the rows alone and among the documents alone",
         "held out": f"{held_out_short} rows that are no longer than a window, and the documents of other packages as "
-        "served; longer rows are measured by guard eval",
+        "served; longer rows are measured by guard eval. The set positions, of held-out attacks, is in parts alone",
     }
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = "smollm2-135m-windows.json"
+FITTED = "smollm2-135m-windows-fitted.json"
+"""Of probes that were fitted with windows, beside the shipped one without."""
 BEGIN, END = "<!-- windows: begin -->", "<!-- windows: end -->"
 
 ATTENTION_ALONE = "one pass,"
@@ -16,13 +18,19 @@ PARTS = {"positions": "prose", "held_out": "package texts"}
 
 def markdown(results: Path) -> str:
     """Everything between the markers. Of the scalings of one pass the best by the choosing half."""
-    found = json.loads((results / RESULTS).read_text(encoding="utf-8"))
+    lines = _table(json.loads((results / RESULTS).read_text(encoding="utf-8")))
+    if (results / FITTED).is_file():
+        lines += ["", *_table(json.loads((results / FITTED).read_text(encoding="utf-8")))]
+    return "\n".join(lines)
+
+
+def _table(found: Mapping[str, Any]) -> list[str]:
     about, candidates = found["about"], found["candidates"]
     counts = about["cases"]
     told = {part: f"{counts[part]['attack']} attacked, {counts[part]['benign']} benign" for part in PARTS}
     passes = [name for name in candidates if not name.startswith(ATTENTION_ALONE)]
     stretches = [name for name in candidates if name.startswith(ATTENTION_ALONE)]
-    best = max(stretches, key=lambda name: candidates[name]["chosen"]["choosing_out_of_fold_auroc"])
+    best = sorted(stretches, key=lambda name: -candidates[name]["chosen"]["choosing_out_of_fold_auroc"])[:1]
     columns = [f"AUROC, {name} ({told[part]})" for part, name in PARTS.items()]
     columns += [
         f"{limit}, {name}"
@@ -35,7 +43,7 @@ def markdown(results: Path) -> str:
         f"| read | {' | '.join(columns)} |",
         "| --- |" + " --- |" * len(columns),
     ]
-    for name in (*passes, best):
+    for name in (*passes, *best):
         one = candidates[name]
         cells = [_area(one[part]) for part in PARTS]
         for part in PARTS:
@@ -44,7 +52,7 @@ def markdown(results: Path) -> str:
     for name, one in about.get("named", {}).items():
         lines += ["", f"`{name}` (`{one['command']}`), how many reach its thresholds, as its file says:", ""]
         lines += _parts(one["thresholds"], one["parts"])
-    return "\n".join(lines)
+    return lines
 
 
 def _parts(thresholds: Mapping[str, float], parts: Mapping[str, Any]) -> list[str]:

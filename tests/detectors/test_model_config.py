@@ -21,8 +21,8 @@ FILES = [
     for path in sorted((SHIPPED / kind).glob("*.json"))
     if not path.name.endswith(".vocabulary.json")
 ]
-MEASURED = [(kind, path) for kind, path in FILES if path.stem == "SmolLM2-135M-Instruct"]
-PUBLISHED = [path for _, path in FILES if path.stem != "SmolLM2-135M-Instruct"]
+MEASURED = [(kind, path) for kind, path in FILES if path.stem.startswith("SmolLM2-135M-Instruct")]
+PUBLISHED = [path for _, path in FILES if not path.stem.startswith("SmolLM2-135M-Instruct")]
 
 
 def valid() -> dict[str, Any]:

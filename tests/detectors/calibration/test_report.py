@@ -11,6 +11,7 @@ import pytest
 from detectors.attention_tracker import AttentionTrackerConfig
 from detectors.calibration.report import BEGIN, END, EVALUATION, fresh, renew
 from detectors.calibration.sets.catalogue import cards
+from detectors.calibration.windows_report import FITTED
 from detectors.model_config import load_model_config
 from detectors.probe import ProbeConfig
 
@@ -49,6 +50,23 @@ def test_the_recorded_evaluation_is_of_the_detectors_that_ship() -> None:
         for name, point in calibration.thresholds.items():
             assert measured["thresholds"][name]["value"] == point.value
             assert measured["thresholds"][name]["caught"]["hits"] == point.held_out_true_positives
+
+
+def test_the_recorded_windows_are_of_the_probe_that_ships_and_its_budgets_are_kept_on_documents() -> None:
+    name = "SmolLM2-135M-Instruct-windows"
+    recorded = json.loads((ROOT / "bench" / "results" / FITTED).read_text(encoding="utf-8"))
+    config = load_model_config(ROOT / "model_configs" / "probe" / f"{name}.json", ProbeConfig)
+    assert config.params.windows is not None
+    assert config.calibration is not None
+    for point, one in config.calibration.thresholds.items():
+        assert recorded["about"]["named"][name]["thresholds"][point] == one.value
+        for part in ("held_out", "positions"):
+            assert (
+                recorded["candidates"][f"with windows, as served: {name}"][part]["reach"][point]["value"] == one.value
+            )
+    set_on = config.calibration.parts["benign documents of packages that were fitted to, out of fold"]
+    for point, budget in (("fpr_1pct", 0.01), ("fpr_5pct", 0.05)):
+        assert set_on.hits[point] / set_on.rows <= budget
 
 
 def test_the_page_of_data_sets_is_what_the_catalogue_says() -> None:
