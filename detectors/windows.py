@@ -35,7 +35,12 @@ MORE = Score("unavailable", reason="the data has more windows than are read")
 
 class Windows(Section):
     """``characters``: of a window at most. ``stride``: of what one has more than the one before it, at most; half of it
-    at least. ``most``: passes of one request."""
+    at least, but at a text's end. ``most``: passes of one request.
+
+    With a stride of at most half of ``characters``, what is no longer than half a stride, or than ``characters`` minus
+    two strides, is whole in one window. No more than that: a window begins where an earlier one ended, which may be
+    nearly a stride behind the first character that it would have room for.
+    """
 
     characters: Annotated[int, Field(ge=40, le=100_000)] = 400
     stride: Annotated[int, Field(ge=20, le=100_000)] = 200
