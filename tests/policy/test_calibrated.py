@@ -107,6 +107,34 @@ def test_lint_refuses_files_of_a_model_that_has_other_layers_heads_or_width(
     assert told in check.found
 
 
+@pytest.mark.parametrize(
+    ("heads", "told"),
+    [
+        ([[99, 0]], "reads heads of layer 99, and the model has 30 layers, counted from 0"),
+        ([[30, 0], [29, 8]], "reads heads of layer 30, and the model has 30 layers, counted from 0"),
+        ([[1, 50], [0, 8]], "reads heads [[1, 50]], and each layer of the model has 9"),
+    ],
+)
+def test_lint_names_layers_and_heads_as_the_file_does(
+    tmp_path: Path, model: Path, heads: list[list[int]], told: str
+) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "version: 1\nname: p\ndetectors: {focus: {kind: attention_tracker}}\n"
+        "rules: [{name: f, when: {detector: focus, at_least: 0.9}, action: flag}]\n"
+    )
+    (model / "config.json").write_text('{"num_hidden_layers": 30, "num_attention_heads": 9, "hidden_size": 576}')
+    file = tmp_path / "model_configs" / "attention_tracker" / f"{KEY}.json"
+    file.parent.mkdir(parents=True)
+    shutil.copy(data_folder("model_configs") / "attention_tracker" / f"{KEY}.json", file)
+    rewritten(file, lambda raw: raw["params"].update(important_heads=heads))
+    command = ["lint", str(path), "--model", str(model), "--model-configs", str(tmp_path / "model_configs")]
+    done = CliRunner().invoke(policy_app, command)
+    assert done.exit_code == 1
+    assert told in done.output
+    assert done.output.count("another model's") == 1
+
+
 def test_of_the_weights_that_it_was_calibrated_on_nothing_is_said(policy: Path, model: Path, tmp_path: Path) -> None:
     folder, sha256 = copied(tmp_path), weights_sha256(model)
     for kind in ("probe", "text_baseline", "combination"):
