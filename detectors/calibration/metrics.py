@@ -76,8 +76,8 @@ def weights_of(count: int, groups: Sequence[str] | None) -> Scores:
 def threshold_for_fpr(benign: Scores, budget: float, groups: Sequence[str] | None = None) -> float:
     """A value that at most ``budget`` of the benign scores reach: midway between the last allowed and the next one.
 
-    groups: of each score; all of one group count as one, so that of the scores themselves more than that may. With no false positive allowed (fewer than 1/budget rows) it
-    lies just above the highest benign score.
+    groups: of each score; all of one group count as one, so that of the scores themselves more than that may. With no
+    false positive allowed (fewer than 1/budget rows) it lies just above the highest benign score.
     """
     order = np.argsort(-benign, kind="stable")
     ordered, counts = benign[order], np.cumsum(weights_of(len(benign), groups)[order])

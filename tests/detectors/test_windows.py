@@ -10,13 +10,8 @@ from pydantic import ValidationError
 from detectors.base import Score
 from detectors.windows import MORE, Windows, cut, passes_of, windowed
 
-prose = st.lists(
-    st.one_of(
-        st.sampled_from([". ", "\n", "! "]), st.text("abcd", min_size=1, max_size=24).map(lambda word: word + " ")
-    ),
-    min_size=20,
-    max_size=150,
-).map("".join)
+words = st.text("abcd", min_size=1, max_size=24).map(lambda word: f"{word} ")
+prose = st.lists(st.sampled_from([". ", "\n", "! "]) | words, min_size=20, max_size=150).map("".join)
 sizes = st.integers(40, 400).flatmap(
     lambda size: st.tuples(st.just(size), st.one_of(st.just(size // 2), st.integers(20, size // 2)))
 )

@@ -218,12 +218,10 @@ def test_lint_says_nothing_of_thresholds_that_were_measured_with_windows(windowe
     assert "without them" not in lint(path, *configs)
 
     file.write_text(plain)
-    scores = [
-        f'{{"request_id": "r", "scores": {{"long": {i / 1000}}}, "measured": {{"long": "probe@0+HASH"}}}}\n'
-        for i in range(900)
-    ]
+    measured = {"long": f"probe@0+{Probe.load(file).config.fingerprint}"}
+    lines = [{"request_id": "r", "scores": {"long": i / 1000}, "measured": measured} for i in range(900)]
     ledger = file.with_name("ledger.jsonl")
-    ledger.write_text("".join(scores).replace("HASH", Probe.load(file).config.fingerprint))
+    ledger.write_text("\n".join(map(json.dumps, lines)))
     told = list(recalibrate(file, ledger, "long", [0.01, 0.05]))
     assert any(line.startswith("fpr_1pct: ") for line in told)
     assert "without them" not in lint(path, *configs)
