@@ -21,8 +21,10 @@ from guard.blank_text import is_blank
 
 INSTRUCTION, DATA = "instruction", "data"
 TEXTS: Mapping[str, tuple[str, ...]] = {INSTRUCTION: ("system",), DATA: ("user.last", "tool")}
-"""What a pass is made of, unless the policy binds it otherwise: the operator's instruction, and what arrives from
-outside."""
+"""Where these are in a prompt, unless the policy binds them otherwise: the operator's instruction, and what arrives
+from outside."""
+CUT: Mapping[str, tuple[str, ...]] = {**TEXTS, DATA: ("last_turn", *TEXTS[DATA])}
+"""What passes are made of, alike: a document that a turn begins with is cut as well, whatever message follows it."""
 IN_PASS: Mapping[str, tuple[str, ...]] = {INSTRUCTION: ("system",), DATA: ("user.last",)}
 """Where these are in a pass."""
 
@@ -117,9 +119,14 @@ def pass_messages(instruction: str, window: str) -> tuple[dict[str, str], ...]:
 
 
 def texts_in(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """Of a conversation, its instruction and its data where no policy says otherwise (``TEXTS``)."""
-    said = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    data = {*said[-1:], *(i for i, message in enumerate(messages) if message["role"] == "tool")}
+    """Of a conversation, its instruction and its data where no policy says otherwise (``CUT``)."""
+    roles = [message["role"] for message in messages]
+    said = [i for i, role in enumerate(roles) if role == "user"]
+    brought = [i for i, role in enumerate(roles) if role not in ("assistant", "system", "developer")]
+    # An answer behind everything that was brought in was replied to by nobody.
+    begin = max((i + 1 for i in range(max(brought, default=0)) if roles[i] == "assistant"), default=0)
+    in_turn = [i for i in range(begin, len(roles)) if roles[i] not in ("system", "developer")]
+    data = {*in_turn, *said[-1:], *(i for i, role in enumerate(roles) if role == "tool")}
     instruction = [text for message in messages if message["role"] == "system" for text in _texts(message)]
     return "\n".join(instruction), [text for i in sorted(data) for text in _texts(messages[i])]
 

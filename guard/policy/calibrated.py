@@ -55,8 +55,8 @@ def _other_inputs(policy: BoundPolicy) -> Iterator[str]:
 def _without_windows(policy: BoundPolicy) -> Iterator[str]:
     """The highest of many scores is higher than one: a threshold that was measured without windows says too little."""
     named: dict[str, dict[str, None]] = {}
-    for rule in (compiled.rule for compiled in policy.rules if compiled.rule.when is not None):
-        for bound in bounds_of(rule.when):
+    for condition in (compiled.rule.when for compiled in policy.rules):
+        for bound in bounds_of(condition) if condition is not None else ():
             names = (one for one in (bound.at_least, bound.below) if isinstance(one, str))
             named.setdefault(bound.detector, {}).update(dict.fromkeys(names))
     for name, detector in policy.detectors.items():
