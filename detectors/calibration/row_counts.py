@@ -32,7 +32,7 @@ def counted(names: Sequence[str]) -> dict[str, dict[str, int]]:
     """The same by making the rows, with seed 0. Raises ``DataError`` for a set that is not here."""
     from detectors.calibration.rows import default_rows
 
-    found = Counter((row.source, row.label) for row in default_rows(0, names))
+    found = Counter[tuple[str, str]]((row.source, row.label) for row in default_rows(0, names))
     return {name: {label: found[name, label] for label in LABELS} for name in names}
 
 
