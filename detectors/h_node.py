@@ -195,7 +195,7 @@ def _mia_arrays(npz: Path) -> dict[str, FloatArray]:
         raise ModelConfigError(f"{npz}: cannot be read as MIA's probe: {error}") from error
     arrays[WEIGHT] = arrays[WEIGHT].reshape(-1)
     arrays[BIAS] = arrays[BIAS].reshape(-1)
-    if not all(np.issubdtype(array.dtype, np.number) and np.isfinite(array).all() for array in arrays.values()):
+    if not all(array.dtype.kind in "iuf" and np.isfinite(array).all() for array in arrays.values()):
         raise ModelConfigError(f"{npz}: holds something else than finite numbers")
     return arrays
 

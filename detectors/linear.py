@@ -208,8 +208,8 @@ def load_tensors(path: Path, sha256: str) -> dict[str, FloatArray]:
             f"{path}: SHA-256 is {found}, the JSON beside it was written for {sha256}; "
             "take both from the same calibration"
         )
-    if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
-        raise ModelConfigError(f"{path}: weights are not finite")
+    if not all(np.isrealobj(tensor) and np.isfinite(tensor).all() for tensor in tensors.values()):
+        raise ModelConfigError(f"{path}: weights are not finite numbers")
     return tensors
 
 

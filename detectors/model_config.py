@@ -65,7 +65,9 @@ class Quality(Section):
 class Threshold(Section):
     """One operating point: a score at or above ``value`` is a hit. Set on validation rows, then tried on held-out ones.
 
-    Intervals are exact (Clopper-Pearson), over groups of rows that are nearly the same where these are known.
+    Rows that are nearly the same are a group. Shares (``validation_fpr`` and the like) and their intervals, exact ones
+    (Clopper-Pearson), are of groups where these are known: each counts as one, and hits of a part of it as that part.
+    So a share may differ from counted rows divided by all.
     """
 
     value: float
@@ -74,17 +76,25 @@ class Threshold(Section):
     """How many of these rows are different; None where each is taken for different, as in a ledger, which has no
     texts, and in files of versions that did not count it."""
     validation_false_positives: int
+    validation_fpr: float | None = None
+    """None in files of versions that did not write it; so are the other shares."""
     validation_fpr_interval: Interval | None = None
     """None in files of versions that did not write it."""
     held_out_benign: int
     held_out_benign_groups: int | None = None
     """As of validation rows."""
     held_out_false_positives: int
+    held_out_fpr: float | None = None
     held_out_fpr_interval: Interval
     held_out_attack: int
     held_out_true_positives: int
+    held_out_tpr: float | None = None
+    """None where there are no attacks, as in a ledger."""
     held_out_tpr_interval: Interval | None = None
     """None where there are no attacks, as in a ledger, and in files of versions that did not write it."""
+    scores_of: str = ""
+    """Fingerprint of the file that gave the scores, where ``guard calibrate threshold`` set this from a ledger; empty
+    where the calibration did, and in files of versions that did not write it."""
 
 
 class Reached(Section):

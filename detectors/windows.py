@@ -21,8 +21,10 @@ from guard.blank_text import is_blank
 
 INSTRUCTION, DATA = "instruction", "data"
 TEXTS: Mapping[str, tuple[str, ...]] = {INSTRUCTION: ("system",), DATA: ("user.last", "tool")}
-"""What a pass is made of, unless the policy binds it otherwise: the operator's instruction, and what arrives from
-outside."""
+"""Where these are in a prompt, unless the policy binds them otherwise: the operator's instruction, and what arrives
+from outside."""
+CUT: Mapping[str, tuple[str, ...]] = {**TEXTS, DATA: ("last_turn", *TEXTS[DATA])}
+"""What passes are made of, alike: a document that a turn begins with is cut as well, whatever message follows it."""
 IN_PASS: Mapping[str, tuple[str, ...]] = {INSTRUCTION: ("system",), DATA: ("user.last",)}
 """Where these are in a pass."""
 
@@ -35,7 +37,12 @@ MORE = Score("unavailable", reason="the data has more windows than are read")
 
 class Windows(Section):
     """``characters``: of a window at most. ``stride``: of what one has more than the one before it, at most; half of it
-    at least. ``most``: passes of one request."""
+    at least, but at a text's end. ``most``: passes of one request.
+
+    With a stride of at most half of ``characters``, what is no longer than half a stride, or than ``characters`` minus
+    two strides, is whole in one window. No more than that: a window begins where an earlier one ended, which may be
+    nearly a stride behind the first character that it would have room for.
+    """
 
     characters: Annotated[int, Field(ge=40, le=100_000)] = 400
     stride: Annotated[int, Field(ge=20, le=100_000)] = 200
@@ -112,9 +119,14 @@ def pass_messages(instruction: str, window: str) -> tuple[dict[str, str], ...]:
 
 
 def texts_in(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """Of a conversation, its instruction and its data where no policy says otherwise (``TEXTS``)."""
-    said = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    data = {*said[-1:], *(i for i, message in enumerate(messages) if message["role"] == "tool")}
+    """Of a conversation, its instruction and its data where no policy says otherwise (``CUT``)."""
+    roles = [message["role"] for message in messages]
+    said = [i for i, role in enumerate(roles) if role == "user"]
+    brought = [i for i, role in enumerate(roles) if role not in ("assistant", "system", "developer")]
+    # An answer behind everything that was brought in was replied to by nobody.
+    begin = max((i + 1 for i in range(max(brought, default=0)) if roles[i] == "assistant"), default=0)
+    in_turn = [i for i in range(begin, len(roles)) if roles[i] not in ("system", "developer")]
+    data = {*in_turn, *said[-1:], *(i for i, role in enumerate(roles) if role == "tool")}
     instruction = [text for message in messages if message["role"] == "system" for text in _texts(message)]
     return "\n".join(instruction), [text for i in sorted(data) for text in _texts(messages[i])]
 

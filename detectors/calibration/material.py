@@ -16,6 +16,7 @@ from detectors.base import WindowDetector
 from detectors.calibration.as_read import AsRead, captures_of, lacking_taps, reads_beyond
 from detectors.calibration.captures import Extra
 from detectors.calibration.data import Use, knows_tool_role, load_rows, short_enough, template_of
+from detectors.calibration.data_lengths import data_tokens
 from detectors.calibration.demands import lacking, readable, told
 from detectors.calibration.feature_store import FeatureStore, Plan
 from detectors.calibration.features import (
@@ -37,7 +38,7 @@ from detectors.calibration.window_rows import WindowRows, window_rows
 from guard.model_weights import weights_sha256
 
 TEXT_ALONE = ("text_baseline",)
-"""What is fitted without anything that the model computes."""
+"""What is fitted and measured without anything that the model computes."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def gather(
     if request.with_positions:
         rows += position_rows(request.seed, tool_role)
     rows = short_enough(rows, tokenizer, most_tokens(request.model), say)
-    if request.kinds == TEXT_ALONE and not request.detectors:
-        return Material(rows, unread(len(rows)))
+    if tuple(request.detectors or request.kinds) == TEXT_ALONE:
+        return Material(rows, _unread(request, rows, tokenizer))
     say(f"reading {len(rows)} conversations with the model")
     return _read(request, engine_of(request, say), rows, say, total, progress)
 
@@ -160,6 +161,14 @@ def _read(
         parts[kind] = (found, read.part(slice(begin, begin + len(found.rows))))
         begin += len(found.rows)
     return Material(rows, features, as_read, parts)
+
+
+def _unread(request: Request, rows: Sequence[Row], tokenizer: Any) -> Features:
+    """Of rows that are to be measured, how long their data is."""
+    features = unread(len(rows))
+    at = [i for i, row in enumerate(rows) if request.detectors and row.split == "held_out"]
+    features.tokens[at] = data_tokens([rows[i] for i in at], tokenizer)
+    return features
 
 
 def _windows_of(kind: str, detector: Any, rows: Sequence[Row]) -> WindowRows | None:

@@ -76,8 +76,8 @@ def weights_of(count: int, groups: Sequence[str] | None) -> Scores:
 def threshold_for_fpr(benign: Scores, budget: float, groups: Sequence[str] | None = None) -> float:
     """A value that at most ``budget`` of the benign scores reach: midway between the last allowed and the next one.
 
-    groups: of each score; all of one group count as one. With no false positive allowed (fewer than 1/budget rows) it
-    lies just above the highest benign score.
+    groups: of each score; all of one group count as one, so that of the scores themselves more than that may. With no
+    false positive allowed (fewer than 1/budget rows) it lies just above the highest benign score.
     """
     order = np.argsort(-benign, kind="stable")
     ordered, counts = benign[order], np.cumsum(weights_of(len(benign), groups)[order])
@@ -129,19 +129,24 @@ def threshold(value: float, validation: Tried, held_out: Tried) -> Threshold:
     """One operating point with what it did on both sets of rows."""
     (setting, setting_groups), (benign, groups) = validation.of(0), held_out.of(0)
     attack, attack_groups = held_out.of(1)
+    set_on, tried_on = _shares(setting >= value, setting_groups), _shares(benign >= value, groups)
+    caught = _shares(attack >= value, attack_groups) if len(attack) else None
     return Threshold(
         value=value,
         validation_benign=len(setting),
         validation_benign_groups=None if setting_groups is None else len(set(setting_groups)),
         validation_false_positives=int((setting >= value).sum()),
-        validation_fpr_interval=_share_of_groups(setting >= value, setting_groups),
+        validation_fpr=set_on[0],
+        validation_fpr_interval=set_on[1],
         held_out_benign=len(benign),
         held_out_benign_groups=None if groups is None else len(set(groups)),
         held_out_false_positives=int((benign >= value).sum()),
-        held_out_fpr_interval=_share_of_groups(benign >= value, groups),
+        held_out_fpr=tried_on[0],
+        held_out_fpr_interval=tried_on[1],
         held_out_attack=len(attack),
         held_out_true_positives=int((attack >= value).sum()),
-        held_out_tpr_interval=_share_of_groups(attack >= value, attack_groups) if len(attack) else None,
+        held_out_tpr=caught[0] if caught else None,
+        held_out_tpr_interval=caught[1] if caught else None,
     )
 
 
@@ -174,9 +179,11 @@ def left_out(points: Mapping[str, Threshold]) -> dict[str, str]:
     }
 
 
-def _share_of_groups(hit: npt.NDArray[np.bool_], groups: Sequence[str] | None) -> Interval:
+def _shares(hit: npt.NDArray[np.bool_], groups: Sequence[str] | None) -> tuple[float, Interval]:
+    """The share that is hit, every group counting as one, and its interval."""
     weights = weights_of(len(hit), groups)
-    return share_interval(float(weights[hit].sum() / weights.sum()), round(float(weights.sum())))
+    share = float(weights[hit].sum() / weights.sum())
+    return share, share_interval(share, round(float(weights.sum())))
 
 
 def share_interval(share: float, groups: int) -> Interval:

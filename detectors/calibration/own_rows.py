@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from detectors.calibration.rows import Message, Place, Row
 from detectors.calibration.sources import DataError, Label, own_frames
@@ -20,9 +29,10 @@ from detectors.calibration.split import SPLITS, Split, assign_splits, merge_besi
 from guard.blank_text import readable
 from guard.csv_rows import csv_rows
 from guard.json_lines import LinesError, json_lines
-from guard.mistakes import first_mistake
+from guard.mistakes import TRUTH, first_mistake
 
-SUFFIXES = (".jsonl", ".csv")
+CSV = ".csv"
+SUFFIXES = (".jsonl", CSV)
 
 
 Words = Annotated[str, Field(min_length=1), AfterValidator(readable)]
@@ -50,6 +60,14 @@ class _Row(BaseModel):
     """Benign, and made to look like an attack."""
     place: Place | None = None
     """Where not given, what the last message's role says."""
+
+    @field_validator("hard", mode="before")
+    @classmethod
+    def _words_only_where_all_are_words(cls, value: Any, info: ValidationInfo) -> Any:
+        """JSON has true and false; a field of CSV is a word."""
+        if isinstance(value, bool) or (info.context == CSV and isinstance(value, str)):
+            return value
+        raise ValueError(TRUTH)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -222,14 +240,14 @@ def _messages(row: _Row, system: str) -> tuple[Message, ...]:
 def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Rows with their numbers: lines in JSON lines, records below the header in CSV, both counted from 1."""
     try:
-        yield from csv_rows(path) if path.suffix.lower() == ".csv" else json_lines(path)
+        yield from csv_rows(path) if path.suffix.lower() == CSV else json_lines(path)
     except LinesError as error:
         raise DataError(str(error)) from None
 
 
 def _checked(path: Path, number: int, raw: Any) -> _Row:
     try:
-        return _Row.model_validate(raw)
+        return _Row.model_validate(raw, context=path.suffix.lower())
     except ValidationError as error:
         location, what = first_mistake(error)
         raise DataError(f"{path}: row {number}: {'.'.join(map(str, location)) or 'the row'}: {what}") from None

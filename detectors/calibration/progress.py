@@ -73,8 +73,9 @@ class Reporter:
                 _different(point.validation_benign, point.validation_benign_groups),
                 f"{point.held_out_false_positives} of "
                 + _different(point.held_out_benign, point.held_out_benign_groups)
-                + _shares(point.held_out_fpr_interval),
-                f"{point.held_out_true_positives} of {point.held_out_attack}" + _shares(point.held_out_tpr_interval),
+                + _shares(point.held_out_fpr_interval, point.held_out_fpr),
+                f"{point.held_out_true_positives} of {point.held_out_attack}"
+                + _shares(point.held_out_tpr_interval, point.held_out_tpr),
             )
         self.console.print(points)
         for name, why in left_out(thresholds).items():
@@ -107,5 +108,8 @@ def _different(rows: int, groups: int | None) -> str:
     return str(rows) if groups in (None, rows) else f"{rows} ({groups} different)"
 
 
-def _shares(interval: Interval | None) -> str:
-    return "" if interval is None else f" [{interval.low:.1%}, {interval.high:.1%}]"
+def _shares(interval: Interval | None, share: float | None = None) -> str:
+    """share: what the interval is of, which counts rows that are nearly the same as one."""
+    if interval is None:
+        return ""
+    return ("" if share is None else f", {share:.1%}") + f" [{interval.low:.1%}, {interval.high:.1%}]"

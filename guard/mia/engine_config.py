@@ -104,7 +104,8 @@ class EngineConfig(BaseModel):
             for name, capture in captures.items():
                 if missing := [list(head) for head in capture.heads if head not in self.attention_heads]:
                     raise SpecError(
-                        f"this engine has no attention tap for heads {missing[:8]}", f"mia.{kind}.{name}.heads"
+                        f"this engine has no attention tap for heads {missing[:8]}, layers counted from 1",
+                        f"mia.{kind}.{name}.heads",
                     )
         loaded = self.steering_vectors if vectors is None else vectors
         for i, steer in enumerate(spec.steer):

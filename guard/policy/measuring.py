@@ -29,7 +29,7 @@ from detectors.base import (
     WindowDetector,
 )
 from detectors.deadline import TooLateError, check_deadline
-from detectors.windows import DATA, IN_PASS, INSTRUCTION, TEXTS, UNREAD, Window, Windows, cut, windowed
+from detectors.windows import CUT, DATA, IN_PASS, INSTRUCTION, TEXTS, UNREAD, Window, Windows, cut, windowed
 from guard.mia.results import AttentionReadout, AttentionRowsReadout, Readout, Readouts
 from guard.mia.spec import (
     AttentionCapture,
@@ -369,7 +369,7 @@ def measurement(
     plan = detector.plan() if isinstance(detector, Detector) else CapturePlan()
     defaults = detector.spans if isinstance(detector, SecondPassDetector) else plan.spans
     windows = isinstance(detector, WindowDetector) and detector.windows is not None
-    texts = {**TEXTS, **defaults} if windows else {}
+    texts = {**CUT, **{span: own for span, own in defaults.items() if own != TEXTS.get(span)}} if windows else {}
     if unknown := sorted(use.spans.keys() - {**defaults, **texts}.keys()):
         have = ", ".join(sorted({**defaults, **texts})) or "none"
         raise ValueError(f"{detector.kind} has no span {unknown[0]!r}; it has {have}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from detectors.base import AnyDetector
 from detectors.engine_probes import plan_of
 from guard.policy.bound import BoundPolicy
 
@@ -33,14 +34,16 @@ def misfits(policy: BoundPolicy, model: Path | None) -> list[str]:
 def _of_detectors(policy: BoundPolicy, shape: _Shape) -> Iterator[str]:
     for name, detector in policy.detectors.items():
         plan = plan_of(detector)
-        heads = [head for one in plan.attention.values() for head in one.heads]
+        heads = list(dict.fromkeys(head for one in plan.attention.values() for head in one.heads))
         read = {one.layer for one in plan.hidden.values()} | {one.layer for one in plan.probes.values()}
-        read |= {layer for layer, _ in heads}
-        said = f"detector {name}: its {detector.kind}"
+        said, first = f"detector {name}: its {detector.kind}", _first_block(detector)
         if beyond := _beyond(read, shape):
             yield f"{said} reads {beyond}: another model's file?"
-        if shape.heads is not None and (lacking := [list(one) for one in heads if one[1] >= shape.heads]):
-            yield f"{said} reads heads {lacking[:8]}, and each layer of the model has {shape.heads}: another model's?"
+        if beyond := _beyond({layer for layer, _ in heads}, shape, first):
+            yield f"{said} reads heads of {beyond}: another model's file?"
+        if shape.heads is not None and (lacking := [head for head in heads if head[1] >= shape.heads]):
+            named = [[layer - 1 + first, head] for layer, head in lacking[:8]]
+            yield f"{said} reads heads {named}, and each layer of the model has {shape.heads}: another model's?"
         size = getattr(getattr(getattr(detector, "config", None), "params", None), "hidden_size", None)
         if None not in (size, shape.hidden_size) and size != shape.hidden_size:
             yield f"{said} is for states of {size} components, and the model's have {shape.hidden_size}: another model?"
@@ -52,9 +55,17 @@ def _of_steering(policy: BoundPolicy, shape: _Shape) -> Iterator[str]:
             yield f"rule {compiled.rule.name}: steers at {beyond}"
 
 
-def _beyond(layers: set[int], shape: _Shape) -> str:
-    lacking = sorted(layer for layer in layers if shape.layers is not None and layer > shape.layers)
-    return f"layer {', '.join(map(str, lacking))}, and the model has {shape.layers} layers" if lacking else ""
+def _first_block(detector: AnyDetector) -> int:
+    """The number that the detector's file gives the layer of the first block's heads."""
+    params = getattr(getattr(detector, "config", None), "params", None)
+    return 0 if hasattr(params, "important_heads") else 1
+
+
+def _beyond(layers: set[int], shape: _Shape, first: int = 1) -> str:
+    """layers: of blocks, counted from 1; first: what the words count from."""
+    lacking = sorted(layer - 1 + first for layer in layers if shape.layers is not None and layer > shape.layers)
+    counted = "" if first else ", counted from 0"
+    return f"layer {', '.join(map(str, lacking))}, and the model has {shape.layers} layers{counted}" if lacking else ""
 
 
 def _shape(model: Path) -> _Shape | None:

@@ -69,6 +69,9 @@ def test_mias_probe_gives_mias_numbers(tmp_path: Path) -> None:
         ({"scaler_scale": np.zeros(SIZE)}, "scales are positive"),
         ({"h_node_indices": np.array([1, SIZE])}, "at most 256 indices below 6"),
         ({"bias": np.array([np.nan])}, "finite numbers"),
+        ({"weights": np.ones(SIZE, np.complex64)}, "finite numbers"),
+        ({"best_layer": np.array(2 + 0j)}, "finite numbers"),
+        ({"h_node_baselines": np.ones(2, np.bool_)}, "finite numbers"),
         ({"bias": np.zeros(2)}, "the bias is one number"),
         ({"best_layer": np.array(-1)}, "best_layer: must be at least 0"),
         ({"best_layer": np.array(2.5)}, "best_layer: must be one whole number"),
@@ -100,6 +103,18 @@ def tensors() -> dict[str, np.ndarray]:
         "node_indices": np.array([0, 2], np.int64),
         "node_baselines": np.zeros(2, np.float32),
     }
+
+
+def test_weights_that_are_no_real_numbers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match="weights are not finite numbers"):
+        build(
+            tmp_path,
+            "h_node",
+            {**tensors(), "weight": np.ones(SIZE, np.complex64)},
+            layer=14,
+            hidden_size=SIZE,
+            nodes=2,
+        )
 
 
 def ours(folder: Path, **params: Any) -> HNode:

@@ -10,12 +10,15 @@ from pydantic import ValidationError
 from detectors.base import Score
 from detectors.windows import MORE, Windows, cut, passes_of, windowed
 
-words = st.text(alphabet="ab. \n", min_size=1, max_size=400)
-sizes = st.integers(40, 120).flatmap(lambda size: st.tuples(st.just(size), st.integers(20, size)))
+words = st.text("abcd", min_size=1, max_size=24).map(lambda word: f"{word} ")
+prose = st.lists(st.sampled_from([". ", "\n", "! "]) | words, min_size=20, max_size=150).map("".join)
+sizes = st.integers(40, 400).flatmap(
+    lambda size: st.tuples(st.just(size), st.one_of(st.just(size // 2), st.integers(20, size // 2)))
+)
 
 
-@given(st.lists(words, min_size=1, max_size=3), sizes)
-def test_every_text_that_fits_between_two_ends_is_whole_in_a_window(texts: list[str], size: tuple[int, int]) -> None:
+@given(st.lists(prose, min_size=1, max_size=2), sizes)
+def test_what_is_no_longer_than_half_a_stride_is_whole_in_a_window(texts: list[str], size: tuple[int, int]) -> None:
     characters, stride = size
     found = cut(texts, Windows(characters=characters, stride=stride, most=1024))
     if sum(map(len, texts)) <= characters:
@@ -24,11 +27,28 @@ def test_every_text_that_fits_between_two_ends_is_whole_in_a_window(texts: list[
     read = {texts[one.text][one.start : one.end] for one in found.windows}
     assert len(read) == len(found.windows)
     assert all(len(one) <= characters for one in read)
+    whole = max(stride // 2, characters - 2 * stride)
     for text in texts:
         for at in range(len(text)):
-            # Windows overlap by what a stride leaves of one.
-            piece = text[at : at + characters - stride]
-            assert not piece.strip() or any(piece.strip() in one for one in read)
+            piece = text[at : at + whole]
+            assert not piece.strip() or any(piece in one for one in read)
+
+
+@given(prose.filter(lambda text: len(text) > 40), st.integers(40, 400), st.data())
+def test_every_character_is_in_a_window_whatever_the_stride(text: str, characters: int, data: st.DataObject) -> None:
+    windows = Windows(characters=characters, stride=data.draw(st.integers(20, characters)), most=1024)
+    found = cut([text], windows).windows
+    read = {i for one in found for i in range(one.start, one.end)}
+    assert not found or all(i in read or not text[i].strip() for i in range(len(text)))
+
+
+def test_what_is_longer_than_half_a_stride_may_be_whole_in_none() -> None:
+    # Edges at 101, 301, 402 and 602: a window of 400 ends at 602 and begins at 301, as 101 is too far.
+    text = " ".join(letter * count for letter, count in zip("abcde", (100, 199, 100, 199, 99), strict=True))
+    found = cut([text], Windows())
+    ends = [(one.start, one.end) for one in found.windows]
+    assert ends[:4] == [(0, 101), (0, 301), (101, 402), (301, 602)]
+    assert not any(start <= 300 and end >= 403 for start, end in ends)  # 103 characters
 
 
 def test_windows_end_where_lines_and_sentences_do() -> None:

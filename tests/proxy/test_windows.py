@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from detectors.registry import build_detector
+from detectors.windows import Windows, passes_of
 from guard.data import data_folder
 from guard.mia.client import MiaClient
 from guard.uses import asking, detectors_offline
@@ -100,6 +101,30 @@ async def test_every_character_of_the_data_is_in_a_window_and_nothing_else_is(st
     assert all(any(sentence in window for window in read) for sentence in said)
     assert all(len(window) <= 120 for window in read)
     assert not any("earlier" in window for window in read)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        [{"role": "user", "content": "Summarise this."}],
+        [{"role": "user", "content": "Thanks."}, {"role": "user", "content": "Summarise this."}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Summarise this."}],
+        [{"role": "user", "content": "Summarise this."}, {"role": "assistant", "content": "Here it is:"}],
+    ],
+)
+async def test_a_document_is_cut_whatever_message_of_its_turn_follows_it(
+    start_proxy: StartProxy, behind: list[dict[str, Any]]
+) -> None:
+    engine = FakeEngine(logit=-5.0, window_logits={"EVIL": 5.0})
+    earlier = [{"role": "user", "content": "An earlier question. " * 20}, {"role": "assistant", "content": "Yes."}]
+    messages = [body()["messages"][0], *earlier, body()["messages"][1], *behind]
+    async with running(engine), start_proxy(engine, policy()) as proxy:
+        status, headers, _ = await proxy.post(body(messages=messages))
+        assert (status, headers.get("x-guard-rules")) == (400, "stop")
+    assert not any("earlier" in window for window in texts(engine))
+    # The same without a proxy.
+    passes, _ = passes_of(messages, Windows(characters=120, stride=60))
+    assert {one[-1]["content"] for one in passes} == set(texts(engine))
 
 
 async def test_a_text_that_is_no_longer_than_a_window_is_read_once(start_proxy: StartProxy) -> None:

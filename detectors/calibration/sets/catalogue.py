@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from detectors.calibration.row_counts import RECORD, record, recorded
 from detectors.calibration.sets import agentdojo, benign_requests, garak, inspect_evals, pyrit, small_benchmarks
 from detectors.calibration.sets.content import Content
 from detectors.calibration.sets.long_benign import NAME as LONG_DOCUMENTS
@@ -22,7 +23,7 @@ from detectors.calibration.sources import (
     source_version,
     spikee_benign_texts,
 )
-from detectors.calibration.wheels import WHEELS
+from detectors.calibration.wheels import WHEELS, pull
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,25 @@ def cards() -> str:
             f"- Where: {one.origin}.",
             f"- Benign: {one.benign}.",
             f"- Attacks: {one.attack}.",
+            *rows_line(one.name),
             *([f"- {one.notes}"] if one.notes else []),
             "",
         ]
     return "\n".join(parts).rstrip()
 
 
+def rows_line(name: str) -> list[str]:
+    """None of a set that is no rows of ``--data``."""
+    counts = recorded().get(name)
+    return [] if counts is None else [f"- Rows: {counts['benign']:,} benign, {counts['attack']:,} attacks."]
+
+
 def main(document: Path) -> None:
+    for name in SETS:
+        if name in WHEELS:
+            pull(name)
+    record(sorted(SETS), Path(__file__).parents[1] / "texts" / RECORD)
+    recorded.cache_clear()
     head, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
     tail = rest.partition(END)[2]
     document.write_text(f"{head}{BEGIN}\n{cards()}\n{END}{tail}", encoding="utf-8")

@@ -59,7 +59,7 @@ function table({ thresholds }) {
   return h(
     "table",
     { class: "figures" },
-    h("caption", {}, "Thresholds"),
+    h("caption", {}, "Thresholds; rows that are nearly the same count as one in shares"),
     h("thead", {}, h("tr", {}, ["name", "score", "false positives", "held out", "attacks caught"].map((name) => h("th", { scope: "col" }, name)))),
     h(
       "tbody",
@@ -71,7 +71,7 @@ function table({ thresholds }) {
           h("th", { scope: "row" }, name),
           h("td", { class: "number" }, score(one.value)),
           h("td", { class: "number" }, `${one.validation_false_positives} of ${one.validation_benign}`),
-          h("td", { class: "number" }, `${one.held_out_false_positives} of ${one.held_out_benign}`, h("span", { class: "soft" }, ` ${percent(one.held_out_fpr_interval.low)} to ${percent(one.held_out_fpr_interval.high)}`)),
+          h("td", { class: "number" }, `${one.held_out_false_positives} of ${one.held_out_benign}`, h("span", { class: "soft" }, `${one.held_out_fpr === null ? "" : `, ${percent(one.held_out_fpr)}:`} ${percent(one.held_out_fpr_interval.low)} to ${percent(one.held_out_fpr_interval.high)}`)),
           h("td", { class: "number" }, `${one.held_out_true_positives} of ${one.held_out_attack}`),
         ),
       ),
@@ -82,8 +82,9 @@ function table({ thresholds }) {
 function curve({ thresholds }) {
   const points = Object.entries(thresholds).map(([name, one]) => ({
     name,
-    fpr: one.held_out_false_positives / one.held_out_benign,
-    tpr: one.held_out_true_positives / one.held_out_attack,
+    // What the interval is of, where the file says it.
+    fpr: one.held_out_fpr ?? one.held_out_false_positives / one.held_out_benign,
+    tpr: one.held_out_tpr ?? one.held_out_true_positives / one.held_out_attack,
     low: one.held_out_fpr_interval.low,
     high: one.held_out_fpr_interval.high,
   }));

@@ -74,7 +74,7 @@ class Adapter:
         key_heads = vllm_config.model_config.get_total_num_kv_heads()
         shard = replace(shard, replicas=max(1, shard.size // key_heads))
         if bad := [head for head in config.attention_heads if head[1] >= shard.size * shapes[head[0]].query_heads]:
-            raise UnsupportedModelError(f"mia names heads {bad} that this model does not have")
+            raise UnsupportedModelError(f"mia names heads {bad}, layers counted from 1, that this model does not have")
         hidden_size = vllm_config.model_config.get_hidden_size()
         self.bank = load_bank(
             config.steering_folder, config.steering_vectors, hidden_size, device, config.bank_capacity

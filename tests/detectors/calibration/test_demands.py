@@ -17,7 +17,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from detectors.calibration.claims import Claim
-from detectors.calibration.data import Use, load_rows
+from detectors.calibration.data import Use, load_rows, template_of
+from detectors.calibration.evaluation import bucket_of
 from detectors.calibration.seen_rows import seen_digests
 from guard.cli import app
 from guard.data import data_folder
@@ -60,7 +61,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calibrated]
 
 
 def calibrate(model: Path, *data: Path, kinds: tuple[str, ...]) -> Result:
-    out = ("--out", str(model.parent / "configs"), "--pooling", "mean")
+    out = ("--out", str(model.parent / "configs"), *(("--pooling", "mean") if "probe" in kinds else ()))
     return CliRunner().invoke(app, ["calibrate", *kinds, *_options(model, data), *out])
 
 
@@ -186,6 +187,36 @@ def test_a_text_baseline_alone_needs_no_engine(calibrated: Calibrated, tmp_path:
     outcome = calibrate(calibrated.model, write_rows(tmp_path / "new.jsonl", 70), kinds=("text_baseline",))
     assert outcome.exit_code == 0, outcome.output
     assert "starting an engine" not in outcome.output
+
+
+def test_a_text_baseline_alone_is_measured_without_an_engine_and_with_lengths(
+    calibrated: Calibrated, tmp_path: Path
+) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(calibrated.model.parent / "configs" / "text_baseline", configs / "text_baseline")
+    instructed = [{"role": "system", "content": "Help."}, {"role": "user", "content": "An earlier question."}]
+    rows = write_rows(
+        tmp_path / "new.jsonl",
+        70,
+        messages=lambda text: [
+            *instructed,
+            {"role": "assistant", "content": "Yes."},
+            {"role": "user", "content": (text + " ") * 20},
+        ],
+    )
+    outcome = evaluate(calibrated.model, configs, rows, more=())
+    assert outcome.exit_code == 0, outcome.output
+    assert "starting an engine" not in outcome.output
+    (text,) = report(calibrated.model)["detectors"].values()
+    lengths = {
+        name: one["rows"] for name, one in text["thresholds"]["balanced"]["caught_of"].items() if "length" in name
+    }
+    assert sum(lengths.values()) == text["pooled"]["attack"]
+    tokenizer = template_of(calibrated.model)
+    held_out = [row for row in load_rows([str(rows)], 0, None, True) if row.split == "held_out"]
+    counts = [len(tokenizer(row.messages[-1]["content"].strip())["input_ids"]) for row in held_out]
+    assert {name.removeprefix("length ") for name in lengths} == {bucket_of(count) for count in counts}
+    assert "length 0 to 63 tokens" not in lengths
 
 
 def test_rows_that_no_detector_was_fitted_to_are_measured_all_and_need_no_training_rows(

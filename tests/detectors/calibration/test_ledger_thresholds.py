@@ -73,6 +73,8 @@ def test_thresholds_keep_their_budget_on_the_traffic_and_the_rest_of_the_file_st
     assert after.config.calibration is not None
     point = after.config.calibration.thresholds["fpr_5pct"]
     assert (point.validation_benign, point.held_out_benign) == (600, 300)
+    assert point.scores_of == FILE
+    assert after.config.calibration.thresholds["balanced"].scores_of == ""
     assert point.validation_fpr_interval is not None
     assert point.validation_fpr_interval.low < 0.05 < point.validation_fpr_interval.high
     assert "ledger" in after.config.calibration.choices["thresholds"]

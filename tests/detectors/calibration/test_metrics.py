@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,10 +19,12 @@ from detectors.calibration.metrics import (
     left_out,
     quality,
     rows_needed,
+    threshold,
     threshold_for_fpr,
     thresholds,
     tpr_at_fpr,
 )
+from guard.data import data_folder
 
 SCORES = st.lists(st.floats(0, 1), min_size=2, max_size=300).map(np.array)
 
@@ -87,6 +91,49 @@ def test_named_thresholds_say_what_they_did_on_held_out_rows() -> None:
     assert strict.held_out_fpr_interval.low < strict.held_out_false_positives / 400 < strict.held_out_fpr_interval.high
     assert strict.held_out_tpr_interval is not None
     assert strict.held_out_tpr_interval.low < strict.held_out_true_positives / 100 < strict.held_out_tpr_interval.high
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40)), min_size=60, max_size=200),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40)), min_size=5, max_size=50),
+)
+def test_an_interval_has_the_share_in_it_that_the_file_says(
+    benign: list[tuple[float, int]], attack: list[tuple[float, int]]
+) -> None:
+    scores = np.array([score for score, _ in (*benign, *attack)])
+    labels = np.repeat([0, 1], [len(benign), len(attack)])
+    groups = [f"benign {group}" for _, group in benign] + [f"attack {group}" for _, group in attack]
+    both = Tried(scores, labels, groups)
+    for value in (0.0, float(np.median(scores)), threshold_for_fpr(scores[labels == 0], 0.05, groups[: len(benign)])):
+        point = threshold(value, both, both)
+        for share, interval in (
+            (point.validation_fpr, point.validation_fpr_interval),
+            (point.held_out_fpr, point.held_out_fpr_interval),
+            (point.held_out_tpr, point.held_out_tpr_interval),
+        ):
+            assert share is not None
+            assert interval is not None
+            assert interval.low - 1e-9 <= share <= interval.high + 1e-9
+        assert point.validation_fpr == point.held_out_fpr
+        if value > np.median(scores):
+            assert point.validation_fpr is not None
+            assert point.validation_fpr <= 0.05 + 1e-9
+
+
+def test_shipped_files_keep_their_budgets_and_their_intervals_have_their_own_shares_in_them() -> None:
+    files = [json.loads(path.read_text()) for path in data_folder("model_configs").glob("*/SmolLM2-135M-Instruct.json")]
+    points = [
+        (name, point)
+        for raw in files
+        if isinstance(raw, dict) and raw.get("calibration")
+        for name, point in raw["calibration"]["thresholds"].items()
+    ]
+    assert len(points) > 15
+    for name, point in points:
+        assert point["validation_fpr"] <= BUDGETS.get(name, 1.0)
+        for share in ("validation_fpr", "held_out_fpr"):
+            interval = point[f"{share}_interval"]
+            assert interval["low"] <= point[share] <= interval["high"]
 
 
 @pytest.mark.parametrize(("benign", "names"), [(59, set()), (60, {"fpr_5pct"}), (300, {"fpr_5pct", "fpr_1pct"})])

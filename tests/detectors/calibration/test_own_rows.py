@@ -50,6 +50,10 @@ def jsonl(folder: Path, *rows: Any) -> Path:
         ),
         ({"label": "attack", "text": "   \u200b\u2800"}, "row 2: text: is blank"),
         ({"label": "attack", "text": PRIVATE, "hard": True}, "row 2: the row: hard marks benign rows"),
+        *(
+            ({"label": "benign", "text": PRIVATE, "hard": hard}, "row 2: hard: must be true or false")
+            for hard in ("yes", "true", 1, 0, None, [])
+        ),
         ('{"label": "attack", "label": "benign", "text": "x"}', "row 2: the key 'label' is written twice"),
         (
             '{"label": "attack", "messages": [{"role": "tool", "content": "x", "content": "y"}]}',
