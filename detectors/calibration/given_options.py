@@ -20,6 +20,7 @@ USED_BY: Mapping[str, Sequence[str]] = {
     "rows": FITTED,
     "out": FITTED,
     "pooling": ("probe", "combination"),
+    "windows": ("probe",),
     "seed": FITTED,
     "url": READ_INSIDE,
     "api_key": READ_INSIDE,

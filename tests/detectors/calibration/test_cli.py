@@ -57,8 +57,8 @@ def test_an_option_that_would_be_ignored_is_refused(given: list[str], told: str)
 
 def test_every_option_says_for_which_kinds_it_is() -> None:
     options = {one.name for one in typer.main.get_command(app).params} - {"kinds", "help"}
-    # Completion is typer's own, and an option with a check of its own says what it is for.
-    own = {name for name in options if name and "completion" not in name} - {"windows"}
+    # Completion is typer's own.
+    own = {name for name in options if name and "completion" not in name}
     assert own == USED_BY.keys()
     assert {kind for kinds in USED_BY.values() for kind in kinds} == set(Kind)
 
