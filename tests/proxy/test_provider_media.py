@@ -19,6 +19,8 @@ from tests.proxy.engine import FakeEngine, running
 
 pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 POLICY = "version: 1\nname: none\nrules: [{name: all, when: {detector: d, at_least: 0.9}, action: flag}]\n"
 POLICY += "detectors: {d: {kind: probe}}\n"
 MODELS = {
