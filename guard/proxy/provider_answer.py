@@ -53,6 +53,7 @@ class Chunks:
     def __init__(self, model: str, path: str, *, usage: bool) -> None:
         self._model, self._path, self._wants_usage = model, path, usage
         self._finished: dict[int, bool] = {}
+        self._endings: dict[int, str] = {}
         self._called: set[int] = set()
         self._usage: Any = None
         self._head: Fields = {}
@@ -66,17 +67,20 @@ class Chunks:
         if not choices:
             return None
         kept = ("id", "created", "system_fingerprint", "service_tier")
-        self._head = {**self._head, **{name: fields[name] for name in kept if fields.get(name) is not None}}
+        self._head = {**{name: fields[name] for name in kept if fields.get(name) is not None}, **self._head}
         return self._framed(choices)
 
-    def end(self, *, marked: bool) -> Fields | None:
-        """Behind the last: the usage, if it was told and is wanted. ``marked``: the provider said that it was the last.
-        Raises ``OddAnswerError`` for a stream that did not come to its end."""
-        if not self._finished or not (marked or all(self._finished.values())):
+    def end(self, *, marked: bool | None) -> list[Fields]:
+        """Behind the last: endings that came with a choice's last words, and the usage, if it was told and is wanted.
+        ``marked``: whether the provider said that it was the last; None where its form has no word for that. Raises
+        ``OddAnswerError`` for a stream that did not come to its end."""
+        finished = bool(self._finished) and all(self._finished.values())
+        if not self._finished or not (finished if marked is None else marked):
             raise OddAnswerError
+        frames = [self._framed([self._ended(index)]) for index in sorted(self._endings)]
         if self._wants_usage and _is_told(self._usage, said=self._said):
-            return {**self._framed([]), "usage": self._usage}
-        return None
+            frames.append({**self._framed([]), "usage": self._usage})
+        return frames
 
     def _choice(self, choice: Fields) -> Fields | None:
         index = choice.get("index") or 0
@@ -91,17 +95,26 @@ class Chunks:
                 told["logprobs"] = choice["logprobs"]
         if delta.get("tool_calls"):
             self._called.add(index)
-        finish = choice.get("finish_reason")
-        if self._finished.get(index):
-            # What marks the end of a whole stream looks like the end of its first choice.
-            finish = None
-        says = _says(told)
+        finish, says, first = choice.get("finish_reason"), _says(told), index not in self._finished
+        if first and self._path == CHAT:
+            delta.setdefault("role", "assistant")
         self._said |= says
-        if not says and not finish and self._finished.get(index) is not None and delta.get("role") is None:
+        if self._finished.get(index) and not says:
+            # What marks the end of a whole stream looks like the end of its first choice.
             return None
         self._finished[index] = self._finished.get(index, False) or bool(finish)
-        told["finish_reason"] = self._ending(index, finish)
-        return told
+        ending = self._ending(index, finish)
+        if says and ending is not None:
+            # litellm has one in every chunk of some providers, whose last is true.
+            self._endings[index], ending = ending, None
+        elif ending is not None:
+            self._endings.pop(index, None)
+        told["finish_reason"] = ending
+        return told if says or first or ending else None
+
+    def _ended(self, index: int) -> Fields:
+        told = {"text": "", "logprobs": None} if self._path == COMPLETIONS else {"delta": {}}
+        return {"index": index, **told, "finish_reason": self._endings[index]}
 
     def _ending(self, index: int, finish: Any) -> str | None:
         if not isinstance(finish, str) or not finish:

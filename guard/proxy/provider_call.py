@@ -61,11 +61,18 @@ async def chunks_of(source: Any) -> AsyncIterator[Any]:
     """Of either kind of iterator."""
     if hasattr(source, "__aiter__"):
         async for chunk in source:
-            yield chunk
+            if _is_chunk(chunk):
+                yield chunk
         return
     iterator = iter(source)
     while (chunk := await asyncio.to_thread(next, iterator, END)) is not END:
-        yield chunk
+        if _is_chunk(chunk):
+            yield chunk
+
+
+def _is_chunk(value: Any) -> bool:
+    """Where a provider says what is no part of an answer, there is nothing, or this word for it."""
+    return value is not None and value != "None"
 
 
 def failure_of(error: Exception, traffic: Traffic, fields: Mapping[str, Any]) -> Failure:

@@ -38,6 +38,14 @@ class Traffic:
         """The end of a stream's answer."""
         return b"".join(self._heard)
 
+    @property
+    def ended(self) -> bool | None:
+        """Whether a stream's provider said that it is at its end; None where its form has no word for that."""
+        heard = self.heard
+        if any(line.replace(b" ", b"").strip() == b"data:[DONE]" for line in heard.split(b"\n")):
+            return True
+        return b'"finishReason"' in heard if b'"candidates"' in heard else None
+
     def body(self) -> bytes | None:
         """Of the last answer; None where nobody has read it."""
         try:

@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 
 from guard.folded_log import Folded
-from guard.proxy.provider_answer import Chunks, whole_answer
+from guard.proxy.provider_answer import Chunks, OddAnswerError, whole_answer
 from guard.proxy.provider_call import Caller, chunks_of, failure_of, litellm_caller, opened
 from guard.proxy.provider_clients import Traffic, current
 from guard.proxy.provider_error import Failure, error_in_stream
@@ -91,8 +91,12 @@ async def _stream(
         async for chunk in chunks_of(source):
             if (told := chunks.add(chunk)) is not None:
                 await _write(response, *frames.add(told))
-        last = chunks.end(marked=DONE in traffic.heard)
-        await _write(response, *frames.rest(), *([last] if last else []))
+        if error_in_stream(traffic.heard) is not None:
+            # litellm passes over some.
+            raise OddAnswerError
+        for told in chunks.end(marked=traffic.ended):
+            await _write(response, *frames.add(told))
+        await _write(response, *frames.rest())
         await response.write(DATA + b" " + DONE + b"\n\n")
     except Exception:
         error = error_in_stream(traffic.heard)
