@@ -113,7 +113,7 @@ class Chunks:
         return told if says or first or ending else None
 
     def _ended(self, index: int) -> Fields:
-        told = {"text": "", "logprobs": None} if self._path == COMPLETIONS else {"delta": {}}
+        told: Fields = {"text": "", "logprobs": None} if self._path == COMPLETIONS else {"delta": {}}
         return {"index": index, **told, "finish_reason": self._endings[index]}
 
     def _ending(self, index: int, finish: Any) -> str | None:

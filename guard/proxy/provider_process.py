@@ -60,7 +60,8 @@ class Child:
         self._folder = tempfile.TemporaryDirectory(prefix="guard-providers-")
         self.socket = Path(self._folder.name) / "socket"
         # Without the folder that one happens to be in among those that modules come from; and without our own secrets.
-        command = [sys.executable, "-P", "-W", "ignore", "-m", "guard.proxy.provider_worker", str(self.socket)]
+        command = [sys.executable, "-P", "-W", "ignore", "-m", "guard.proxy.provider_worker"]
+        command += [str(self.socket), str(os.getpid())]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GUARD_")}
         try:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)

@@ -1,4 +1,4 @@
-"""The process that litellm runs in: ``python -m guard.proxy.provider_worker SOCKET``.
+"""The process that litellm runs in: ``python -m guard.proxy.provider_worker SOCKET PROXY'S_PROCESS``.
 
 Owns its server, which answers on a Unix socket in OpenAI's form, one request each connection, and its limits of memory
 and work. A connection that is closed early ends what was asked. Logs no text of a request.
@@ -39,7 +39,7 @@ MEMORY_BYTES = 2 << 30
 """Of data, as the kernel counts it: 168 MB once litellm 1.108.7 is loaded, and 8 more for each of its threads. What
 would take more fails, and nothing else."""
 
-WORK_S = 30.0
+WORK_S = 15.0
 """Time of the processor's that one piece of litellm's work in a thread may take; nothing else ends it."""
 
 WORK_ENDED = 3
@@ -193,13 +193,15 @@ def _silence() -> None:
     log.propagate = False
 
 
-def _end_with_parent() -> None:
-    """Linux: to be killed when the proxy is, even by who lets it do nothing any more."""
+def _end_with(parent: int) -> None:
+    """Linux: killed when the proxy is, at whatever litellm is then."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the proxy has ended already")
 
 
-def main(path: str) -> None:
-    _end_with_parent()
+def main(path: str, parent: str) -> None:
+    _end_with(int(parent))
     # Ctrl-C and SIGTERM are for the guard, which ends this process when it has no more requests.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
