@@ -13,17 +13,17 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import aiohttp
 
-from guard.proxy.errors import SOON, UpstreamError, UpstreamSilentError
+from guard.owned_folder import PROVIDERS, owned_folder
+from guard.proxy.errors import UpstreamError, UpstreamLostError, UpstreamSilentError
 from guard.proxy.provider_link import PING
 from guard.supervisor import backoff
 
@@ -47,18 +47,12 @@ seconds on a slow machine, in which it answers nothing."""
 LOST = "the process that asks other providers ended before the answer was complete"
 
 
-class LostError(UpstreamError):
-    """Nothing is known of what the provider would have answered."""
-
-    headers = SOON
-
-
 class Child:
     """One process, which takes a while to be ready. Raises ``OSError`` when none can be started."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="guard-providers-")
-        self.socket = Path(self._folder.name) / "socket"
+        self._ends = ExitStack()
+        self.socket = Path(self._ends.enter_context(owned_folder(PROVIDERS)), "socket")
         # Without the folder that one happens to be in among those that modules come from; and without our own secrets.
         command = [sys.executable, "-P", "-W", "ignore", "-m", "guard.proxy.provider_worker"]
         command += [str(self.socket), str(os.getpid())]
@@ -66,13 +60,13 @@ class Child:
         try:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
         except OSError:
-            self._folder.cleanup()
+            self._ends.close()
             raise
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._folder.cleanup()
+        self._ends.close()
 
 
 class ProviderProcess:
@@ -101,7 +95,7 @@ class ProviderProcess:
             async with asyncio.timeout(READY_LIMIT_S):
                 await self._ready.wait()
         except TimeoutError:
-            raise LostError("the process that asks other providers does not start") from None
+            raise UpstreamLostError("the process that asks other providers does not start") from None
         assert self._session is not None, "it is there as long as the process is ready"
         with lost_errors():
             return await self._session.post(BASE + path, data=body, headers=headers)
@@ -128,8 +122,9 @@ class ProviderProcess:
             yield child
         finally:
             self._ready.clear()
-            child.end()
             await self._session.close()
+            # Much memory takes the kernel a while.
+            await asyncio.to_thread(child.end)
 
     async def _watch(self, child: Child) -> bool:
         """Until it is of no more use. Whether it ever was."""
@@ -171,4 +166,4 @@ class lost_errors:  # noqa: N801 - used as a function is
         if isinstance(error, aiohttp.ClientPayloadError):
             raise UpstreamError("the provider's answer broke off") from error
         if isinstance(error, aiohttp.ClientError | OSError):
-            raise LostError(LOST) from error
+            raise UpstreamLostError(LOST) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -42,8 +43,11 @@ would take more fails, and nothing else."""
 WORK_S = 15.0
 """Time of the processor's that one piece of litellm's work in a thread may take; nothing else ends it."""
 
-WORK_ENDED = 3
-"""Exit code when it took more."""
+FULL, HALF_FULL = 0.9, 0.5
+"""Of its memory. Full, it ends whatever is under way; half full, as soon as nothing is."""
+
+SPENT = 3
+"""Exit code of a process that has come to a limit; another takes its place."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -54,8 +58,16 @@ class Answers:
     def __init__(self, caller: Caller, environment: Mapping[str, str]) -> None:
         self._caller = caller
         self._found_keys = keys_in(environment)
+        self.under_way = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.under_way += 1
+        try:
+            return await self._answer(request)
+        finally:
+            self.under_way -= 1
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         model = msgspec.json.decode(request.headers[MODEL_HEADER], type=Model)
         keys = Keys({*self._found_keys, model.api_key or ""})
         fields = json.loads(await request.read())
@@ -166,9 +178,9 @@ async def _serve(path: str) -> None:
     _silence()
 
     async def ping(_: web.Request) -> web.Response:
-        if threads.longest_s() > WORK_S:
-            log.warning("a request takes litellm too long to read")
-            os._exit(WORK_ENDED)
+        if why := _spent(threads.longest_s(), _filled(), answers.under_way):
+            log.warning("the process for other providers ends: %s", why)
+            os._exit(SPENT)
         return web.Response()
 
     # The proxy has a limit of its own.
@@ -180,6 +192,33 @@ async def _serve(path: str) -> None:
     await runner.setup()
     await web.UnixSite(runner, path).start()
     await asyncio.Event().wait()
+
+
+def _spent(work_s: float, filled: float, under_way: int) -> str:
+    """Why this process is of no more use; empty where it is. ``filled``: share of its memory."""
+    if work_s > WORK_S:
+        return "what one request has litellm do takes too long"
+    if filled > FULL:
+        return "what it is asked takes too much memory"
+    if filled > HALF_FULL and not under_way:
+        return "litellm keeps too much memory"
+    return ""
+
+
+def _filled() -> float:
+    """Share of the memory that is taken. What litellm leaves of a request goes round in circles, which Python finds late:
+    before it counts, it is looked for."""
+    filled = _data_bytes() / MEMORY_BYTES
+    if filled <= HALF_FULL:
+        return filled
+    gc.collect()
+    return _data_bytes() / MEMORY_BYTES
+
+
+def _data_bytes() -> int:
+    """As ``MEMORY_BYTES`` counts."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
 def _silence() -> None:
