@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import aiohttp
 
@@ -70,24 +69,22 @@ class Child:
 
 
 class ProviderProcess:
-    """Use as a context manager around the application's life. ``read_timeout_s``: how long it may say nothing."""
+    """``read_timeout_s``: how long it may say nothing."""
 
     def __init__(self, read_timeout_s: float) -> None:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=read_timeout_s)
         self._session: aiohttp.ClientSession | None = None
         self._ready = asyncio.Event()
-        self._keeping: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        self._keeping = asyncio.create_task(self._keep(), name="providers")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """For as long as the application lives."""
+        keeping = asyncio.create_task(self._keep(), name="providers")
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """The answer, once its head is there; closing it ends the request. Raises ``UpstreamError``."""
@@ -105,7 +102,7 @@ class ProviderProcess:
         delays_s = backoff()
         while True:
             try:
-                async with self._running() as child:
+                async with self._child() as child:
                     if await self._watch(child):
                         delays_s = backoff()
             except OSError as error:
@@ -113,7 +110,7 @@ class ProviderProcess:
             await asyncio.sleep(next(delays_s))
 
     @asynccontextmanager
-    async def _running(self) -> AsyncIterator[Child]:
+    async def _child(self) -> AsyncIterator[Child]:
         child = Child()
         # A connection for each request: closing it is how a request ends, and nothing is sent to one that died.
         connector = aiohttp.UnixConnector(str(child.socket), limit=0, force_close=True)

@@ -206,8 +206,8 @@ def _spent(work_s: float, filled: float, under_way: int) -> str:
 
 
 def _filled() -> float:
-    """Share of the memory that is taken. What litellm leaves of a request goes round in circles, which Python finds late:
-    before it counts, it is looked for."""
+    """Share of the memory that is taken. What litellm leaves of requests is in circles, which Python finds late: it is
+    looked for before it counts."""
     filled = _data_bytes() / MEMORY_BYTES
     if filled <= HALF_FULL:
         return filled

@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import aiohttp
 import msgspec
@@ -48,8 +46,7 @@ CONVENTION_NAMES: Mapping[str, str] = {
 
 
 class Providers:
-    """Use as a context manager around the application's life. ``path`` None: no such models. Raises ``SettingsError``,
-    with file, line and field."""
+    """``path`` None: no such models. Raises ``SettingsError``, with file, line and field."""
 
     def __init__(self, path: Path | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -59,16 +56,15 @@ class Providers:
             raise SettingsError("providers (GUARD_PROVIDERS): needs litellm: pip install 'mia-guard[litellm]'")
         self._process: ProviderProcess | None = None
 
-    async def __aenter__(self) -> Self:
-        if self._models:
-            self._process = await ProviderProcess(self._timeout_s).__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        if self._process is not None:
-            await self._process.__aexit__(kind, error, at)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """For as long as the application lives. Without such models nothing is started."""
+        if not self._models:
+            yield
+            return
+        self._process = ProviderProcess(self._timeout_s)
+        async with self._process.running():
+            yield
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ class Services:
         watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys, self.refusals)]
         try:
             with self.ledger:
-                async with self.tracing.running(), self.upstream, self.providers, self.admission.running():
+                async with self.tracing.running(), self.upstream, self.providers.running(), self.admission.running():
                     await self._ask_for_probes()
                     watching.append(asyncio.create_task(self._watch_probes()))
                     try:
