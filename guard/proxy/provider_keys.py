@@ -18,6 +18,9 @@ MIN_CHARACTERS = 8
 NAMED_AS_KEYS = re.compile(r"(?i)(?:key|token|secret|password)(?:_?id)?$")
 """Environment variables where litellm may find a key by itself."""
 
+AT_ONCE = ("role", "type", "id", "finish_reason", "logprobs")
+"""Fields that do not go on in the next frame, or not as texts."""
+
 Fields = dict[str, Any]
 Slot = tuple[Fields, str]
 
@@ -117,7 +120,7 @@ def _slots(frame: Fields) -> Iterator[tuple[tuple[Any, ...], Slot]]:
 
 def _texts_in(held: Fields, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Slot]]:
     for name, value in held.items():
-        if name == "logprobs":
+        if name in AT_ONCE:
             continue
         if isinstance(value, str):
             yield (*place, name), (held, name)

@@ -111,15 +111,11 @@ async def _stream(
         await _write(response, *frames.rest())
         await response.write(DATA + b" " + DONE + b"\n\n")
     except Exception:
-        error = error_in_stream(traffic.heard)
-        if error is None:
-            # Whoever reads here sees that it broke off.
-            if request.transport is not None:
-                request.transport.abort()
-            return response
-        told = {"message": "", "type": "server_error", "param": None, "code": None} | error
-        keys.hide_in(told)
-        await _write(response, *frames.rest(), {"error": told})
+        # What waits may be half of a key. Without a mark of the end, whoever reads here sees that it broke off.
+        if (error := error_in_stream(traffic.heard)) is not None:
+            told = {"message": "", "type": "server_error", "param": None, "code": None} | error
+            keys.hide_in(told)
+            await _write(response, {"error": told})
     await response.write_eof()
     return response
 

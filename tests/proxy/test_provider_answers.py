@@ -102,7 +102,7 @@ async def test_a_stream_is_whole_or_ends_with_an_error(start: Any, provider: str
         far.frames = stream(provider, "a ", ends=False)
         frames = await streamed(proxy, provider)
         assert (said(frames), endings(frames)) == ("a ", [])
-        assert frames[-1]["error"]["message"] == "the provider's answer broke off"
+        assert frames[-1]["error"]["message"] == "the model server's answer broke off"
         entries = await proxy.entries(2)
     assert [one["outcome"] for one in entries] == ["completed", "upstream_broken"]
     assert [(one["tokens"]["prompt"], one["tokens"]["completion"]) for one in entries] == [(None, 2), (None, 1)]
