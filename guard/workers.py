@@ -21,7 +21,7 @@ from pathlib import Path
 import uvloop
 
 from guard.console.peers import Seat
-from guard.metrics_folder import metrics_folder
+from guard.owned_folder import METRICS, owned_folder
 from guard.policy import PolicyError
 from guard.proxy.keys import KeysError
 from guard.proxy.loops import Hops
@@ -90,7 +90,7 @@ async def proxies(services: Services, ports: Ports, say: Say) -> AsyncIterator[a
         async with proxy_running(services, ports) as server:
             yield server
         return
-    with metrics_folder() as metrics:
+    with owned_folder(METRICS) as metrics:
         async with _running(settings, ports, metrics, say) as watching:
             yield watching
 

@@ -82,11 +82,6 @@ class _Asking:
         """For the client's texts."""
         return self.services.threads.of(self.exchange.caller.key_hash)
 
-    async def write(self) -> None:
-        """What ``send`` would have everybody wait for."""
-        if not self.services.providers.has(self.request.model):
-            await self.request.written(self.threads)
-
     def send(self, *, early: bool) -> AbstractAsyncContextManager[Task[Answer]]:
         request = self.request
         return self.services.ask(request.form.route, request, self.asked.wire, self.exchange, early=early)
@@ -162,7 +157,7 @@ async def _judged(asking: _Asking) -> None:
     decision = None if asking.asked.reads else judge(asking.judges, asking.asked, UNREAD, record, asking.texts)
     unread = False
     if decision is None or decision.action in PASSES:
-        await asking.write()
+        await asking.request.written(asking.threads)
         async with asking.send(early=asking.asked.reads and not request.streamed) as opening:
             finding = UNREAD
             if decision is None:
@@ -241,7 +236,7 @@ async def _ask_again(asking: _Asking, decision: Decision, unread: bool) -> None:
         elif unread:
             asked = replace(asked, spec=judges.live.steering_spec(steerings, request.roles))
         again = replace(asking, request=request, asked=asked)
-        await again.write()
+        await again.request.written(again.threads)
         async with again.send(early=False) as opening:
             answer = await opening
             if refusal := await spec_refusal(answer):

@@ -23,6 +23,7 @@
     ├── UpstreamError             502  vLLM cannot be reached, or its answer broke off
     │   ├── LoopError             508  its address leads back to the guard
     │   ├── UpstreamBusyError     503  it does not accept connections in time
+    │   ├── UpstreamLostError     502  the process that asks other providers ended
     │   └── UpstreamSilentError   504  it accepted, and then said nothing
     ├── StoppedError              503  the proxy was told to stop
     └── InternalError             500  a fault of the proxy
@@ -251,6 +252,10 @@ class LoopError(UpstreamError):
 class UpstreamBusyError(UpstreamError):
     status = 503
     headers: Mapping[str, str] = {"retry-after": "1"}
+
+
+class UpstreamLostError(UpstreamError):
+    headers = SOON
 
 
 class UpstreamSilentError(UpstreamError):

@@ -27,6 +27,11 @@ class ProviderModel(Section):
     api_key_env: Annotated[str | None, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["OPENAI_API_KEY"])] = None
     """The environment variable that has the provider's key. Without it litellm looks where it does for the provider."""
 
+    @property
+    def provider(self) -> str:
+        """litellm's name for who serves it."""
+        return self.model.partition("/")[0]
+
 
 class ProvidersFile(Section):
     """The file of the setting `providers`."""

@@ -6,11 +6,12 @@ without a word, or fetch by itself, is refused: a silence there is no answer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from guard.proxy.errors import InvalidRequestError
-from guard.proxy.shown_texts import FILE, PICTURED, SOURCE
+from guard.proxy.shown_texts import FILE, FILES, PICTURED, SOURCE
 
 IMAGE, SOUND, AS_DATA = "image_url", "input_audio", "data:"
 
@@ -36,18 +37,33 @@ no more is known."""
 
 BLIND = frozenset(("deepseek",))
 
+ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
+
 
 def check_media(provider: str, fields: Mapping[str, Any]) -> None:
     """``provider``: litellm's name. Raises ``InvalidRequestError`` for a part that it would not get."""
-    if provider in AS_THEY_ARE:
-        return
     for where, part in _parts(fields.get("messages")):
+        _check_no_address(where, part)
+        if provider in AS_THEY_ARE:
+            continue
         for name in sorted(part.keys() & (PICTURED | {SOURCE})):
             if not _is_sent(provider, part, name):
                 seen = name == IMAGE and provider not in BLIND
                 remedy = "send the picture itself, as a data: URL" if seen else "leave it out"
                 raise InvalidRequestError(
                     f"{where}.{name} does not reach models of {provider}: {remedy}", f"{where}.{name}"
+                )
+
+
+def _check_no_address(where: str, part: Mapping[str, Any]) -> None:
+    """Of whatever provider, litellm fetches files by their addresses, or has it do so."""
+    for place, held in ((where, part), (f"{where}.{FILE}", part.get(FILE))):
+        for name in FILES:
+            value = held.get(name) if isinstance(held, dict) else None
+            if isinstance(value, str) and ADDRESS.match(value):
+                raise InvalidRequestError(
+                    f"{place}.{name} is an address, which nobody here may fetch: send the file itself, as file_data",
+                    f"{place}.{name}",
                 )
 
 

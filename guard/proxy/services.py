@@ -113,7 +113,7 @@ class Services:
         watching = [asyncio.create_task(one.watch()) for one in (self.policies, self.access.keys, self.refusals)]
         try:
             with self.ledger:
-                async with self.tracing.running(), self.upstream, self.admission.running():
+                async with self.tracing.running(), self.upstream, self.providers.running(), self.admission.running():
                     await self._ask_for_probes()
                     watching.append(asyncio.create_task(self._watch_probes()))
                     try:
@@ -166,7 +166,8 @@ class Services:
         expect(exchange.record, request, exchange.sent)
         exchange.sent = request
         if elsewhere:
-            return self.providers.ask(route, request.fields, exchange.via)
+            threads = self.threads.of(exchange.caller.key_hash)
+            return self.providers.ask(route, request, exchange.via, threads)
         return self.upstream.ask(
             route,
             request.to_json(spec),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from guard.proxy import provider_process
 from guard.proxy.app import application
 from guard.proxy.services import Services
 from guard.proxy_server import Stopping, listening_socket, serving
@@ -145,3 +146,34 @@ def write_probe(folder: Path, size: int = 1) -> None:
     params = {"layers": [3], "hidden_size": size, "weights": "tiny.safetensors"}
     params["weights_sha256"] = hashlib.sha256(weights).hexdigest()
     (folder / "tiny.json").write_text(json.dumps({"model_info": {"name": "tiny"}, "params": params}))
+
+
+class _Kept(provider_process.Child):
+    """Stays when its proxy ends; started anew once it died."""
+
+    one: _Kept | None = None
+
+    def __new__(cls) -> _Kept:
+        if cls.one is None or cls.one.process.poll() is not None:
+            cls.one = super().__new__(cls)
+        return cls.one
+
+    def __init__(self) -> None:
+        if not hasattr(self, "process"):
+            super().__init__()
+
+    def end(self) -> None:
+        """At the end of all tests."""
+
+
+@pytest.fixture(scope="session")
+def _kept_process() -> Iterator[type[provider_process.Child]]:
+    yield _Kept
+    if _Kept.one is not None:
+        provider_process.Child.end(_Kept.one)
+
+
+@pytest.fixture
+def one_process(_kept_process: type[provider_process.Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    """litellm takes seconds to load: one process for all tests that do not look at its life."""
+    monkeypatch.setattr(provider_process, "Child", _kept_process)

@@ -19,6 +19,8 @@ from tests.proxy.engine import FakeEngine, running
 
 pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 POLICY = "version: 1\nname: none\nrules: [{name: all, when: {detector: d, at_least: 0.9}, action: flag}]\n"
 POLICY += "detectors: {d: {kind: probe}}\n"
 MODELS = {
@@ -55,6 +57,8 @@ def parts(url: str, mark: str) -> dict[str, dict[str, Any]]:
         "video": {"type": "video_url", "video_url": {"url": data("mp4")}},
         "video elsewhere": {"type": "video_url", "video_url": {"url": f"{url}/{mark}.mp4"}},
         "file": {"type": "file", "file": {"file_data": data("pdf"), "filename": "a.pdf"}},
+        "file by an address": {"type": "file", "file": {"file_id": f"{url}/{mark}.pdf", "format": "application/pdf"}},
+        "file at an address": {"type": "file", "file": {"file_data": f"{url}/{mark}.pdf", "filename": "a.pdf"}},
         "document": {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": mark}},
         "another's picture": {"type": "image", "source": {"type": "base64", "data": encoded("png", mark)}},
     }
@@ -114,13 +118,14 @@ async def test_what_a_provider_would_not_get_is_refused_and_nothing_is_fetched(
         for what, status, raw, mark in answers
         if mark not in sent
         and base64.b64encode(mark.encode()).decode() not in sent
-        and not (status == 400 and "does not reach models of" in raw)
-        # litellm itself says that it knows no such part.
-        and not (status == 500 and "valid OpenAI chat completion messages" in raw)
+        and not (status == 400 and ("does not reach models of" in raw or "is an address" in raw))
+        # litellm itself knows no such part.
+        and not (status == 400 and "has no form that the provider" in raw)
     ]
     assert silent == []
     assert fetched == []
     refused = {what for what, _, raw, _ in answers if "does not reach models of" in raw}
     assert not {what for what in refused if what.startswith(("openai", "hosted_vllm"))}
+    assert all(" address" not in what or "is an address" in raw for what, _, raw, _ in answers)
     assert not {f"{name}: picture" for name in MODELS if name != "deepseek"} & refused
     assert {"gemini: sound", "anthropic: file", "mistral: file", "anthropic: document"}.isdisjoint(refused)

@@ -32,6 +32,8 @@ rules:
 """
 STRICT = IMPATIENT.replace("on_error: flag", "on_error: block")
 PROMPT_ONLY = POLICY.replace("  - {name: answer", "  # {name: answer")
+pytestmark = pytest.mark.usefixtures("one_process")
+
 ASKED: dict[str, Any] = {**BODY, "model": "far"}
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from guard.cli import app
 from guard.machine import free_port
-from guard.metrics_folder import metrics_folder
+from guard.owned_folder import METRICS, owned_folder
 from guard.proxy.keys import Limits, NewKey, create_key
 from guard.telemetry.ledger_check import check
 from tests.processes import runs
@@ -115,10 +115,10 @@ async def test_workers_end_when_the_process_that_started_them_is_killed_and_thei
     ):
         workers = psutil.Process(proxy.process.pid).children()
         (its,) = folders(tmp_path) - strangers
-        with metrics_folder() as mine:
+        with owned_folder(METRICS) as mine:
             # The next start, while the one before it runs.
             assert folders(tmp_path) - strangers == {its, Path(mine).name}
-            with metrics_folder():
+            with owned_folder(METRICS):
                 assert Path(mine).name in folders(tmp_path)
             assert list((tmp_path / its).glob("*.db"))
         assert folders(tmp_path) - strangers == {its}
@@ -128,7 +128,7 @@ async def test_workers_end_when_the_process_that_started_them_is_killed_and_thei
             while any(runs(one) for one in workers):
                 await asyncio.sleep(0.05)
         assert folders(tmp_path) - strangers == {its}, "nobody was left to remove it"
-        with metrics_folder() as mine:
+        with owned_folder(METRICS) as mine:
             assert folders(tmp_path) - strangers == {Path(mine).name}
     assert folders(tmp_path) == strangers
     assert (elsewhere / "kept").exists()

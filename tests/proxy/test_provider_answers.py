@@ -1,0 +1,244 @@
+"""What comes of other providers' answers, errors and silence, with the real litellm between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.proxy.conftest import Proxy, StartProxy
+from tests.proxy.engine import FakeEngine
+from tests.proxy.far import ELSEWHERE, KEY, MODELS, OPENAIS, Far, chunk, far_away, stream
+
+pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
+pytestmark = pytest.mark.usefixtures("one_process")
+
+POLICY = """\
+version: 1
+name: none
+detectors: {d: {kind: probe}}
+rules: [{name: all, when: {detector: d, at_least: 0.9}, action: flag}]
+"""
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def start(start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("FAR_KEY", KEY)
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[tuple[Proxy, Far]]:
+        async with (
+            far_away(tmp_path) as (far, path),
+            start_proxy(FakeEngine(), POLICY, upstream="", providers=path) as p,
+        ):
+            yield p, far
+
+    return start
+
+
+async def asked(proxy: Proxy, model: str, **fields: Any) -> tuple[int, dict[str, str], str]:
+    status, headers, body = await proxy.post({"model": model, "messages": MESSAGES, **fields})
+    return status, headers, body.decode()
+
+
+async def streamed(proxy: Proxy, model: str, **fields: Any) -> list[dict[str, Any]]:
+    """Frames of a stream but its mark of the end, which must be there where no error of ours is."""
+    status, _, body = await asked(proxy, model, stream=True, **fields)
+    assert status == 200, body
+    events = [one.removeprefix("data: ") for one in body.strip().split("\n\n")]
+    assert events[-1] == "[DONE]" or "upstream_unavailable" in events[-1]
+    return [json.loads(one) for one in events if one != "[DONE]"]
+
+
+def said(frames: list[dict[str, Any]], index: int = 0) -> str:
+    deltas = [choice["delta"] for one in frames for choice in one.get("choices", ()) if choice["index"] == index]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def endings(frames: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    choices = [choice for one in frames for choice in one.get("choices", ())]
+    return sorted((one["index"], one["finish_reason"]) for one in choices if one["finish_reason"])
+
+
+@pytest.mark.parametrize("provider", OPENAIS)
+async def test_every_choice_of_a_stream_ends_as_the_provider_said(start: Any, provider: str) -> None:
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    rest = {"index": 0, "function": {"arguments": "{}"}}
+    async with start() as (proxy, far):
+        far.frames = [chunk(i, {"content": word}) for word in ("a ", "b ") for i in (0, 1)]
+        far.frames += [chunk(0, {"content": ""}, "stop"), chunk(1, {"content": "z"}, "length"), b"data: [DONE]\n\n"]
+        if provider == "mistral":
+            status, _, body = await asked(proxy, provider, stream=True, n=2)
+            assert (status, json.loads(body)["error"]["param"]) == (400, "n")
+            return
+        frames = await streamed(proxy, provider, n=2)
+        assert (said(frames), said(frames, 1)) == ("a b ", "a b z")
+        assert endings(frames) == [(0, "stop"), (1, "length")]
+        far.frames = [chunk(i, {"tool_calls": [one]}) for one in (call, rest) for i in (0, 1)]
+        far.frames += [chunk(i, {}, "tool_calls") for i in (0, 1)] + [b"data: [DONE]\n\n"]
+        frames = await streamed(proxy, provider, n=2)
+        assert endings(frames) == [(0, "tool_calls"), (1, "tool_calls")]
+        client = openai.AsyncOpenAI(base_url=proxy.url + "/v1", api_key="x", max_retries=0)
+        async with client.chat.completions.stream(model=provider, messages=MESSAGES, n=2) as events:
+            whole = await events.get_final_completion()
+        calls = [choice.message.tool_calls for choice in whole.choices]
+        assert [(one[0].function.name, one[0].function.arguments) for one in calls if one] == [("f", "{}")] * 2
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_a_stream_is_whole_or_ends_with_an_error(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        far.frames = stream(provider, "a ", "b")
+        frames = await streamed(proxy, provider, stream_options={"include_usage": True})
+        assert (said(frames), endings(frames)) == ("a b", [(0, "stop")])
+        # Nobody told it, and nobody made it up.
+        assert [one for one in frames if one.get("usage")] == []
+        far.frames = stream(provider, "a ", ends=False)
+        frames = await streamed(proxy, provider)
+        assert (said(frames), endings(frames)) == ("a ", [])
+        assert frames[-1]["error"]["message"] == "the model server's answer broke off"
+        entries = await proxy.entries(2)
+    assert [one["outcome"] for one in entries] == ["completed", "upstream_broken"]
+    assert [(one["tokens"]["prompt"], one["tokens"]["completion"]) for one in entries] == [(None, 2), (None, 1)]
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_an_error_in_mid_stream_keeps_its_words_and_kind(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        far.frames = stream(provider, "a ", ends=False, error=f"the disk of {KEY} is full")
+        frames = await streamed(proxy, provider)
+    assert said(frames) == "a "
+    error = frames[-1]["error"]
+    assert error["message"] == "the disk of [key] is full"
+    kinds = {"ollama_chat": ("server_error", None), "anthropic": ("overloaded_error", None)}
+    kinds["gemini"] = ("overloaded_error", 503)
+    assert (error["type"], error["code"]) == kinds.get(provider, ("overloaded_error", "busy"))
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_our_key_leaves_in_nothing_that_a_provider_says(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        pieces = ("it is sk-", "super", "secretkey12345678", "90, yes", " sk", " yes s")
+        far.frames = stream(provider, *pieces)
+        assert said(await streamed(proxy, provider)) == "it is [key], yes sk yes s"
+        far.frames = stream(provider, *KEY, "!")
+        assert said(await streamed(proxy, provider)) == "[key]!"
+        far.frames, far.status = [], 400
+        far.body = {"error": {"message": f"bad key {KEY}", "type": KEY, "code": KEY}}
+        for fields in ({}, {"stream": True}):
+            status, _, body = await asked(proxy, provider, **fields)
+            assert (status, json.loads(body)["error"]["message"]) == (400, "bad key [key]")
+            assert KEY not in body
+
+
+async def test_a_key_in_a_whole_answer_leaves_neither_as_text_nor_as_log_probabilities(start: Any) -> None:
+    tokens = [{"token": "sk-super", "logprob": 0, "bytes": None, "top_logprobs": []}]
+    message = {"role": "assistant", "content": f"it is {KEY}"}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": {"content": tokens}}
+    async with start() as (proxy, far):
+        far.body = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        status, _, body = await asked(proxy, "openai", logprobs=True)
+        assert (status, json.loads(body)["choices"][0]["message"]["content"]) == (200, "it is [key]")
+        assert "sk-super" not in body
+        # And zeros that stand for a usage that nobody told are none.
+        assert "usage" not in json.loads(body)
+        far.body["usage"] = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        assert json.loads((await asked(proxy, "openai"))[2])["usage"]["total_tokens"] == 8
+        entries = await proxy.entries(2)
+    tokens = [one["tokens"] for one in entries]
+    assert [(one["prompt"], one["completion"]) for one in tokens] == [(None, None), (3, 5)]
+    assert tokens[0]["charged"] > 8
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_a_busy_provider_is_told_with_when_to_come_back(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        far.headers = {"retry-after": "7"}
+        for status in (429, 500, 503):
+            far.status, far.body = status, {"error": {"message": "slow down"}}
+            for fields in ({}, {"stream": True}):
+                got, headers, body = await asked(proxy, provider, **fields)
+                assert (got, headers["retry-after"]) == (status, "7")
+                assert json.loads(body)["error"]["message"] == "slow down"
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_an_answer_that_is_none_is_a_502_in_our_words(start: Any, provider: str) -> None:
+    odd: list[Any] = [{}, [], {"choices": []}, {"choices": None}, {"content": None}, b"<html>", b"", b"null", b'"x"']
+    async with start() as (proxy, far):
+        for far.body in odd:
+            status, _, body = await asked(proxy, provider)
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (502, "upstream_unavailable"), far.body
+            assert error["message"] == "the provider's answer cannot be read"
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic", "gemini"])
+async def test_a_provider_that_is_down_is_a_502_without_an_address(start: Any, provider: str) -> None:
+    async with start() as (proxy, _):
+        for fields in ({}, {"stream": True}):
+            status, _, body = await asked(proxy, f"{provider}-down", **fields)
+            assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_unavailable")
+            assert "127.0.0.1" not in body
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_nothing_follows_a_redirect(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        for far.status in (301, 303, 307, 308):
+            far.headers = {"location": far.url + ELSEWHERE}
+            for fields in ({}, {"stream": True}):
+                status, _, body = await asked(proxy, provider, **fields)
+                assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_unavailable")
+        assert len(far.paths) == 8
+        assert ELSEWHERE not in far.paths
+
+
+def branching(depth: int) -> dict[str, Any]:
+    """A schema of ``depth`` definitions, of which each has the next one twice."""
+    defs: dict[str, Any] = {f"d{depth}": {"type": "string"}}
+    for i in range(depth):
+        next_ = {"$ref": f"#/$defs/d{i + 1}"}
+        defs[f"d{i}"] = {"type": "object", "properties": {"a": next_, "b": next_}}
+    return {"$defs": defs, "type": "object", "properties": {"r": {"$ref": "#/$defs/d0"}}}
+
+
+def long(times: int) -> dict[str, Any]:
+    properties = {f"p{i}": {"$ref": "#/definitions/d"} for i in range(times)}
+    return {"definitions": {"d": {"type": "string", "description": "x" * 100_000}}, "properties": properties}
+
+
+RECURSIVE = {"$defs": {"d": {"type": "object", "properties": {"a": {"$ref": "#/$defs/d"}}}}, "$ref": "#/$defs/d"}
+CHAIN = {"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}, "$ref": "#/$defs/d0"}
+
+
+def with_schema(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    function = {"name": "f", "parameters": schema}
+    return {
+        "tools": {"tools": [{"type": "function", "function": function}]},
+        "functions": {"functions": [function]},
+        "response_format": {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        },
+    }
+
+
+@pytest.mark.parametrize("provider", ["gemini", "anthropic", "openai"])
+async def test_a_schema_that_stands_for_far_more_than_it_is_goes_nowhere(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        for schema in (branching(30), branching(300), long(40), CHAIN):
+            for param, fields in with_schema(schema).items():
+                status, _, body = await asked(proxy, provider, **fields)
+                assert (status, json.loads(body)["error"]["param"]) == (400, param)
+        status, _, body = await asked(proxy, provider, **with_schema(RECURSIVE)["tools"])
+        assert status == (502 if provider == "openai" else 400)
+        assert len(far.paths) == (provider == "openai")
+        far.body = b"<html>"
+        assert (await asked(proxy, provider, **with_schema(branching(8))["tools"]))[0] == 502
+        assert len(far.paths) == 1 + (provider == "openai")
