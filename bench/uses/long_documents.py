@@ -44,7 +44,7 @@ def measured_cases(seed: int, model: Path, probe: Probe) -> tuple[list[Case], li
 
 def scores_of(model: Path, probe: Detector, measured: Sequence[Case]) -> list[float]:
     found: list[float] = []
-    with MiaLLM(str(model), taps_for([probe]), max_model_len=MAX_MODEL_LEN) as llm:
+    with MiaLLM(str(model), taps_for([probe]), max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=2**30) as llm:
         ask = offline(llm)
         for i in range(0, len(measured), AT_ONCE):
             for one in score(ask, probe, [list(case.row.messages) for case in measured[i : i + AT_ONCE]]):
