@@ -213,7 +213,7 @@ async def test_a_client_that_leaves_and_a_block_both_stop_vllm(
 
 async def running_requests(engine_url: str, wanted: int) -> None:
     """Wait until vLLM itself says that it works on ``wanted`` requests; far less time than an answer would take."""
-    async with aiohttp.ClientSession() as session, asyncio.timeout(5):
+    async with aiohttp.ClientSession() as session, asyncio.timeout(20):
         while True:
             async with session.get(f"{engine_url}/metrics") as answer:
                 counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", await answer.text(), re.M)
@@ -223,7 +223,7 @@ async def running_requests(engine_url: str, wanted: int) -> None:
 
 
 async def ledger_entry(path: Path, request_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             for line in (await asyncio.to_thread(path.read_text)).splitlines():
                 entry: dict[str, Any] = json.loads(line)
