@@ -27,3 +27,11 @@ def runs(one: psutil.Process) -> bool:
         return bool(one.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def process_runs(process_id: int) -> bool:
+    """The same, by its number."""
+    try:
+        return runs(psutil.Process(process_id))
+    except psutil.NoSuchProcess:
+        return False

@@ -16,6 +16,7 @@ import pytest
 from guard.engine_process import EngineCommand, EngineError, EngineProcess, explain_end, previous_log
 from guard.machine import free_port
 from guard.supervisor import LONGEST_DELAY_S, backoff, running_engine
+from tests.processes import process_runs
 
 HEALTHY_SERVER = """
 import http.server, sys
@@ -31,14 +32,6 @@ def command(tmp_path: Path, program: str) -> EngineCommand:
     port = free_port()
     log_file = tmp_path / "engine.log"
     return EngineCommand((sys.executable, "-c", program, str(port)), {}, f"http://127.0.0.1:{port}", log_file)
-
-
-def process_runs(process_id: int) -> bool:
-    """False for one that is gone, and for a zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
 
 
 def silent() -> Callable[[float], None]:

@@ -1,4 +1,4 @@
-"""Fits a probe that reads long data window by window, beside the rows of every calibration, and sets its thresholds.
+"""Fits a probe that reads long data window by window, beside the rows of every calibration.
 
 A row's score is the highest of its whole prompt's and its windows', as it is served. Windows of benign documents are
 benign rows; of attacked documents none is fitted to, since hardly any of their windows has the attack. Scaling and
@@ -14,15 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from detectors.calibration.logistic import Linear, Matrix, calibrate, fit, out_of_fold_logits
-from detectors.calibration.metrics import (
-    BUDGETS,
-    Labels,
-    Scores,
-    Tried,
-    balanced_threshold,
-    rows_needed,
-    threshold_for_fpr,
-)
+from detectors.calibration.metrics import BUDGETS, Labels, Scores, rows_needed
 from detectors.calibration.window_rows import WindowRows
 
 LEAST_DOCUMENTS = rows_needed(BUDGETS["fpr_5pct"])
@@ -83,27 +75,3 @@ def fit_windows(
     scaled = calibrate(fit(every, of_all, regularisation), of_rows, labels)
     of_documents = documents.highest(found[count : count + whole], found[count + whole :])
     return FittedWindows(scaled.linear, scaled.scores(of_rows), scaled.scores(of_documents))
-
-
-def served_thresholds(rows: Tried, documents: Tried) -> dict[str, float]:
-    """Values that keep each budget among the benign rows, and among the documents, alone: the higher of the two. Names
-    whose budget all of them together do not support are left out. ``documents`` are benign, each scored as served."""
-    benign, groups = rows.of(0)
-    of_documents, document_groups = documents.of(0)
-    different = _different(benign, groups) + _different(of_documents, document_groups)
-    values = {
-        name: max(threshold_for_fpr(benign, budget, groups), threshold_for_fpr(of_documents, budget, document_groups))
-        for name, budget in BUDGETS.items()
-        if different >= rows_needed(budget)
-    }
-    highest = max(benign.max(), of_documents.max())
-    # Scores of our kinds end at 1: where too many have that, nothing lies above them.
-    values = {name: value for name, value in values.items() if not value > 1.0 >= highest}
-    values["balanced"] = balanced_threshold(
-        np.concatenate([rows.scores, documents.scores]), np.concatenate([rows.labels, documents.labels])
-    )
-    return values
-
-
-def _different(scores: Scores, groups: Sequence[str] | None) -> int:
-    return len(scores) if groups is None else len(set(groups))

@@ -151,19 +151,27 @@ def threshold(value: float, validation: Tried, held_out: Tried) -> Threshold:
 
 
 def thresholds(validation: Tried, held_out: Tried) -> dict[str, Threshold]:
-    """The named operating points that policies use: those budgets that the different benign validation rows support and
-    that a score can reach, and ``balanced``."""
-    benign, groups = validation.of(0)
-    different = len(benign) if groups is None else len(set(groups))
+    """The named operating points that policies use, set on ``validation``."""
+    return {name: threshold(value, validation, held_out) for name, value in values_within_budgets(validation).items()}
+
+
+def values_within_budgets(*parts: Tried) -> dict[str, float]:
+    """Those budgets that the different benign rows of all parts together support and that a score can reach, each kept
+    among the benign rows of every part alone, by the highest of their values; and ``balanced``, of all together."""
+    benign = [part.of(0) for part in parts]
+    different = sum(len(scores) if groups is None else len(set(groups)) for scores, groups in benign)
     values = {
-        name: threshold_for_fpr(benign, budget, groups)
+        name: max(threshold_for_fpr(scores, budget, groups) for scores, groups in benign)
         for name, budget in BUDGETS.items()
         if different >= rows_needed(budget)
     }
     # Scores of our kinds end at 1: where too many benign rows have that, nothing lies above them.
-    values = {name: value for name, value in values.items() if not value > 1.0 >= benign.max()}
-    values["balanced"] = balanced_threshold(validation.scores, validation.labels)
-    return {name: threshold(value, validation, held_out) for name, value in values.items()}
+    highest = max(scores.max() for scores, _ in benign)
+    values = {name: value for name, value in values.items() if not value > 1.0 >= highest}
+    values["balanced"] = balanced_threshold(
+        np.concatenate([part.scores for part in parts]), np.concatenate([part.labels for part in parts])
+    )
+    return values
 
 
 def left_out(points: Mapping[str, Threshold]) -> dict[str, str]:

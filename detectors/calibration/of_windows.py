@@ -18,12 +18,12 @@ from detectors.calibration.evaluation import POSITIONS
 from detectors.calibration.feature_store import FeatureStore, Plan
 from detectors.calibration.features import most_tokens, read_features
 from detectors.calibration.fit_probe import FittedProbe, fit_probe, probe_files
-from detectors.calibration.fit_windows import LEAST_DOCUMENTS, FittedWindows, Served, fit_windows, served_thresholds
+from detectors.calibration.fit_windows import LEAST_DOCUMENTS, FittedWindows, Served, fit_windows
 from detectors.calibration.fitted import Fitted, Job, Scored, calibration
 from detectors.calibration.logistic import Matrix
 from detectors.calibration.long_rows import LongRow, long_rows, own_long_rows
 from detectors.calibration.material import Material, Request, engine_of, gather, reader_of
-from detectors.calibration.metrics import Labels, Scores, Tried, share_interval, threshold
+from detectors.calibration.metrics import Labels, Scores, Tried, share_interval, threshold, values_within_budgets
 from detectors.calibration.probe_candidates import Choice, LabelledRows
 from detectors.calibration.provenance import data_sources
 from detectors.calibration.rows import Row
@@ -214,7 +214,7 @@ def _written(
         [group for group, short in zip(seen.groups, seen.short, strict=True) if short],
     )
     of_documents = fitted_to.tried(np.asarray(sigmoid(fitted.of_documents)))
-    values = served_thresholds(setting, of_documents)
+    values = values_within_budgets(setting, of_documents)
 
     short = [row for row, is_short in zip(held_out.rows, held_out.short, strict=True) if is_short]
     measured = [*short, *(one.row for one in unseen.rows)]

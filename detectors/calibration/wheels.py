@@ -173,10 +173,18 @@ WHEELS = {
 
 
 @cache
+def document_table() -> list[dict[str, Any]]:
+    """By wheel, where it is and what is read of it: ``texts/long_documents.yaml``."""
+    text = files("detectors.calibration.texts").joinpath("long_documents.yaml").read_text(encoding="utf-8")
+    found: list[dict[str, Any]] = yaml.safe_load(text)
+    return found
+
+
+@cache
 def document_wheels() -> dict[str, Wheel]:
     """Those that only the set ``long-documents`` is read from; ``sets.long_benign`` says what of them."""
     fields = [field.name for field in dataclass_fields(Wheel)]
-    table = yaml.safe_load(files("detectors.calibration.texts").joinpath("long_documents.yaml").read_text("utf-8"))
+    table = document_table()
     return {one["name"]: Wheel(**{name: one[name] for name in fields}) for one in table if "file" in one}
 
 

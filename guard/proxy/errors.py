@@ -262,7 +262,10 @@ class UpstreamSilentError(UpstreamError):
     status = 504
 
 
-FROM_AIOHTTP: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = (
+Told = tuple[tuple[type[Exception], type[UpstreamError], str], ...]
+"""What is raised, what it is told as, and our words."""
+
+FROM_AIOHTTP: Told = (
     (aiohttp.ConnectionTimeoutError, UpstreamBusyError, "the model server does not accept connections in time"),
     (TimeoutError, UpstreamSilentError, "the model server did not answer in time"),
     (aiohttp.ClientConnectorError, UpstreamError, "the model server cannot be reached"),
@@ -275,12 +278,15 @@ FROM_AIOHTTP: tuple[tuple[type[Exception], type[UpstreamError], str], ...] = (
 class upstream_errors:  # noqa: N801 - used as a function is
     """What the client library raises inside, as errors of ours. A class, since every piece of an answer enters it."""
 
-    __slots__ = ()
+    __slots__ = ("_told",)
+
+    def __init__(self, told: Told = FROM_AIOHTTP) -> None:
+        self._told = told
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for foreign, ours, message in FROM_AIOHTTP if error is not None else ():
+        for foreign, ours, message in self._told if error is not None else ():
             if isinstance(error, foreign):
                 raise ours(message) from error

@@ -17,12 +17,11 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 
 import aiohttp
 
 from guard.owned_folder import PROVIDERS, owned_folder
-from guard.proxy.errors import UpstreamError, UpstreamLostError, UpstreamSilentError
+from guard.proxy.errors import Told, UpstreamError, UpstreamLostError, UpstreamSilentError, upstream_errors
 from guard.proxy.provider_link import PING
 from guard.supervisor import backoff
 
@@ -44,6 +43,14 @@ MISSED_PINGS = 3
 seconds on a slow machine, in which it answers nothing."""
 
 LOST = "the process that asks other providers ended before the answer was complete"
+
+FROM_PROCESS: Told = (
+    (TimeoutError, UpstreamSilentError, "the provider did not answer in time"),
+    (aiohttp.ClientPayloadError, UpstreamError, "the provider's answer broke off"),
+    (aiohttp.ClientError, UpstreamLostError, LOST),
+    (OSError, UpstreamLostError, LOST),
+)
+"""What goes wrong between the two processes."""
 
 
 class Child:
@@ -94,7 +101,7 @@ class ProviderProcess:
         except TimeoutError:
             raise UpstreamLostError("the process that asks other providers does not start") from None
         assert self._session is not None, "it is there as long as the process is ready"
-        with lost_errors():
+        with upstream_errors(FROM_PROCESS):
             return await self._session.post(BASE + path, data=body, headers=headers)
 
     async def _keep(self) -> None:
@@ -147,20 +154,3 @@ class ProviderProcess:
                 return answer.status == 200
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
-
-
-class lost_errors:  # noqa: N801 - used as a function is
-    """What goes wrong between the two processes, as errors of ours."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, TimeoutError):
-            raise UpstreamSilentError("the provider did not answer in time") from error
-        if isinstance(error, aiohttp.ClientPayloadError):
-            raise UpstreamError("the provider's answer broke off") from error
-        if isinstance(error, aiohttp.ClientError | OSError):
-            raise UpstreamLostError(LOST) from error

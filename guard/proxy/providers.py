@@ -22,10 +22,10 @@ import msgspec
 from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.body import QUICK_BYTES, GuardedRequest
 from guard.proxy.client_threads import TextThreads
-from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError
+from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError, upstream_errors
 from guard.proxy.provider_file import ProviderModel, read_providers
 from guard.proxy.provider_link import FAILURE_HEADER, MODEL_HEADER, Model
-from guard.proxy.provider_process import ProviderProcess, lost_errors
+from guard.proxy.provider_process import FROM_PROCESS, ProviderProcess
 from guard.proxy.provider_request import check_request
 from guard.proxy.wire import Texts
 from guard.settings import SettingsError
@@ -114,7 +114,7 @@ class Providers:
         if response.status == 200 and response.content_type == "text/event-stream":
             return StreamedAnswer(_Reply(response))
         if (failure := response.headers.get(FAILURE_HEADER)) in ("refused", "unavailable"):
-            with lost_errors():
+            with upstream_errors(FROM_PROCESS):
                 error = json.loads(await response.read())["error"]
             if failure == "refused":
                 raise InvalidRequestError(error["message"], error["param"])
@@ -146,7 +146,7 @@ class _Reply:
         self._content = response.content
 
     async def readany(self) -> bytes:
-        with lost_errors():
+        with upstream_errors(FROM_PROCESS):
             return await self._content.readany()
 
 

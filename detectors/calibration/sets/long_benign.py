@@ -9,17 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from itertools import chain, zip_longest
 from typing import Any, Literal
-
-import yaml
 
 from detectors.calibration.document_texts import docstrings_in, readme_in
 from detectors.calibration.sets.content import number_of, shortened
 from detectors.calibration.split import near_duplicates
-from detectors.calibration.wheels import members, read_jsonl, read_text, wheel_of
+from detectors.calibration.wheels import document_table, members, read_jsonl, read_text, wheel_of
 
 NAME = "long-documents"
 Kind = Literal["readme", "docstrings", "pages", "faq"]
@@ -50,22 +46,14 @@ class LongDocument:
     text: str
 
 
-@cache
-def table() -> list[dict[str, Any]]:
-    """By wheel, what is read of it: ``texts/long_documents.yaml``."""
-    text = files("detectors.calibration.texts").joinpath("long_documents.yaml").read_text(encoding="utf-8")
-    found: list[dict[str, Any]] = yaml.safe_load(text)
-    return found
-
-
 def packages() -> list[str]:
     """Names of the wheels."""
-    return [one["name"] for one in table()]
+    return [one["name"] for one in document_table()]
 
 
 def long_documents() -> list[LongDocument]:
     """All of them, package by package. Raises ``DataError`` for a wheel that is not there."""
-    found = [one for entry in table() for one in _of_package(entry)]
+    found = [one for entry in document_table() for one in _of_package(entry)]
     alike = near_duplicates([one.text for one in found])
     return [one for one, earlier in zip(found, alike, strict=True) if not earlier]
 

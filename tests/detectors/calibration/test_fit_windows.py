@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from detectors.calibration import long_rows, material, of_windows
 from detectors.calibration.data import load_rows
-from detectors.calibration.fit_windows import Served, fit_windows, served_thresholds
+from detectors.calibration.fit_windows import Served, fit_windows
 from detectors.calibration.logistic import fit
 from detectors.calibration.long_rows import OWN, own_long_rows
-from detectors.calibration.metrics import BUDGETS, Tried, rows_needed
+from detectors.calibration.metrics import BUDGETS, Tried, rows_needed, values_within_budgets
 from detectors.calibration.rows import Message, Row
 from detectors.calibration.sets.long_benign import LongDocument
 from detectors.calibration.window_rows import WindowRows
@@ -78,7 +78,7 @@ SCORES = st.lists(st.floats(0, 1), min_size=60, max_size=400).map(np.array)
 @given(SCORES, SCORES)
 def test_each_budget_is_kept_among_rows_and_among_documents(benign: np.ndarray, documents: np.ndarray) -> None:
     rows = Tried(np.append(benign, [0.9, 1.0]), np.append(np.zeros(len(benign), np.int64), [1, 1]))
-    values = served_thresholds(rows, Tried(documents, np.zeros(len(documents), np.int64)))
+    values = values_within_budgets(rows, Tried(documents, np.zeros(len(documents), np.int64)))
     for name, budget in BUDGETS.items():
         supported = len(benign) + len(documents) >= rows_needed(budget)
         assert name not in values or supported
@@ -90,9 +90,9 @@ def test_each_budget_is_kept_among_rows_and_among_documents(benign: np.ndarray, 
 def test_copies_of_a_document_count_once() -> None:
     rows = Tried(np.linspace(0, 0.5, 250), np.repeat([0, 1], [240, 10]))
     many = np.linspace(0, 0.6, 70)
-    assert "fpr_1pct" in served_thresholds(rows, Tried(many, np.zeros(70, np.int64)))
+    assert "fpr_1pct" in values_within_budgets(rows, Tried(many, np.zeros(70, np.int64)))
     copies = Tried(many, np.zeros(70, np.int64), [str(i // 2) for i in range(70)])
-    assert "fpr_1pct" not in served_thresholds(rows, copies)
+    assert "fpr_1pct" not in values_within_budgets(rows, copies)
 
 
 class Planted:

@@ -14,9 +14,9 @@ from detectors.calibration import wheels
 from detectors.calibration.data import chosen_sets
 from detectors.calibration.long_rows import half_of, long_rows
 from detectors.calibration.sets import long_benign
-from detectors.calibration.sets.long_benign import LENGTHS, LongDocument, long_documents, table
+from detectors.calibration.sets.long_benign import LENGTHS, LongDocument, long_documents
 from detectors.calibration.sources import DataError
-from detectors.calibration.wheels import Wheel, document_wheels
+from detectors.calibration.wheels import Wheel, document_table, document_wheels
 from detectors.windows import Windows, passes_of
 from guard.cli import app
 from tests.detectors.calibration.tiny_model import texts
@@ -51,7 +51,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in made
     ]
     monkeypatch.setattr(wheels, "document_wheels", lambda: made)
-    monkeypatch.setattr(long_benign, "table", lambda: entries)
+    monkeypatch.setattr(long_benign, "document_table", lambda: entries)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -89,8 +89,8 @@ def test_another_seed_divides_packages_otherwise() -> None:
 
 def test_documents_that_begin_alike_are_taken_once(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     once = len(long_documents())
-    twice = [*long_benign.table(), *long_benign.table()]
-    monkeypatch.setattr(long_benign, "table", lambda: twice)
+    twice = [*long_benign.document_table(), *long_benign.document_table()]
+    monkeypatch.setattr(long_benign, "document_table", lambda: twice)
     assert len(long_documents()) == once
 
 
@@ -105,7 +105,7 @@ def test_a_wheel_that_is_not_there_is_named_with_what_fetches_it(
 def test_every_wheel_is_pinned_runs_anywhere_and_has_a_permissive_licence() -> None:
     made = document_wheels()
     assert len(made) > 50
-    assert {one["name"] for one in table()} == {*made, "zaragoza-construction-faq"}
+    assert {one["name"] for one in document_table()} == {*made, "zaragoza-construction-faq"}
     for wheel in made.values():
         assert wheel.file.endswith("-none-any.whl")
         assert wheel.version in wheel.file
