@@ -1,6 +1,6 @@
 """One engine in a process of its own: reads commands from stdin, answers on stdout, one line of JSON each.
 
-    {"command": "start", ...}      -> {"start_s": ..., "worker": {...}}
+    {"command": "start", ...}      -> {"start_s": ..., "worker": {...}, "pinned": {...}}
     {"command": "run", ...}        -> {"seconds": ..., ...}
     {"command": "profile", ...}    -> {"kernels": {NAME: [how often, microseconds]}}
     {"command": "changed", ...}    -> {"changed": ..., "of": ...}
@@ -31,6 +31,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from bench.pinning import pin_main_threads
 from bench.shapes import Shape, load_shape
 from bench.variants import VARIANTS, EngineName, taps_of
 
@@ -233,6 +234,7 @@ def serve(commands: TextIO, answers: TextIO) -> None:
                 # What exists now stays: the collector need not walk through it between runs.
                 gc.freeze()
                 answer = {"start_s": time.perf_counter() - started_s, "worker": engine.report()}
+                answer["pinned"] = pin_main_threads()
             elif engine is None:
                 raise RuntimeError("start comes first")
             elif kind == "run":

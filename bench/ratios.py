@@ -11,7 +11,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -43,13 +43,15 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Load:
-    """One served variant at one rate, over all rounds. Lists by request, None where nothing came; seconds."""
+    """One served variant at one rate, over all rounds. Lists by request, None where nothing came; seconds. ``lags``:
+    see ``bench.courier``."""
 
     first_token_s: list[float | None]
     per_token_s: list[float | None]
     readout_s: list[float | None]
     tokens_per_s: float
     errors: int
+    lags: dict[str, float] = field(default_factory=dict)
 
 
 def per_token_ms(rows: Iterable[Row], phase: str) -> dict[Case, dict[str, Rounds]]:
@@ -105,17 +107,19 @@ def loads(served: Iterable[Row]) -> dict[tuple[str, float], dict[str, Load]]:
     """Served variants by model and rate. Requests of all rounds follow each other, alike for every variant."""
     windows: dict[tuple[str, float], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in sorted(served, key=lambda row: row["repetition"]):
-        windows[row["model"], row["rate_per_s"]][row["variant"]].append(row["answers"])
-    return {
-        key: {variant: _load(answers) for variant, answers in by_variant.items()} for key, by_variant in windows.items()
-    }
+        windows[row["model"], row["rate_per_s"]][row["variant"]].append(row)
+    return {key: {variant: _load(rows) for variant, rows in by_variant.items()} for key, by_variant in windows.items()}
 
 
-def _load(windows: Sequence[Row]) -> Load:
+def _load(rows: Sequence[Row]) -> Load:
     first, per_token, readout = [], [], []
     tokens, busy_s = 0, 0.0
     errors = 0
-    for window in windows:
+    lags: dict[str, float] = defaultdict(float)
+    for row in rows:
+        window = row["answers"]
+        for bound, value in row.get("lags", {}).items():
+            lags[bound] += value
         sent, ends = window["sent_s"], window["last_token_s"]
         for i, tokens_asked in enumerate(window["output_tokens"]):
             failed = bool(window["error"][i]) or ends[i] is None
@@ -126,7 +130,7 @@ def _load(windows: Sequence[Row]) -> Load:
             per_token.append(apart)
             tokens += 0 if failed else tokens_asked
         busy_s += max((s + e for s, e in zip(sent, ends, strict=True) if e is not None), default=0.0)
-    return Load(first, per_token, readout, tokens / busy_s if busy_s else 0.0, errors)
+    return Load(first, per_token, readout, tokens / busy_s if busy_s else 0.0, errors, dict(lags))
 
 
 def of_medians(values: Sequence[float | None], base: Sequence[float | None], seed: int = 0) -> Ratio | None:

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from bench import courier
 from bench.children import ROOT
 from bench.engine_child import UNLIKELY_IDS
 from bench.run import WARM_UP, Run
@@ -149,10 +150,13 @@ async def one_rate(run: Run, shape: Shape, servers: Servers, rate_per_s: float, 
     for name in order:
         # Ours is asked by several variants: its prefix cache must not know a prompt from another one's window.
         prompts_seed = seed * len(SERVED) + list(SERVED).index(name)
-        answers = await window(servers.urls[SERVED[name].engine], shape, name, arrivals, prompts_seed)
+        url = servers.urls[SERVED[name].engine]
+        before = await courier.counts(url)
+        answers = await window(url, shape, name, arrivals, prompts_seed)
+        lags = courier.between(before, await courier.counts(url))
         if repetition != WARM_UP:
             row = {"model": shape.name, "variant": name, "rate_per_s": rate_per_s, "repetition": repetition}
-            run.results["served"].append({**row, "answers": columns(answers)})
+            run.results["served"].append({**row, "answers": columns(answers), "lags": lags})
 
 
 def served(run: Run, shape: Shape, servers: Servers, runner: asyncio.Runner) -> None:

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench import goals, load_client, report
+from bench import courier, goals, load_client, report
 from bench.aperture import arguments, weights
 from bench.children import ChildError
 from bench.compact import compact
@@ -31,6 +31,7 @@ from bench.shapes import Shape, load_shape
 from bench.shares import Shares
 from bench.variants import ON_CPU, SERVED, VARIANTS, VECTORS, EngineName, engine_start, taps_of, write_weights
 from bench.workload import Arrival, lengths, poisson
+from guard.mia.metrics import LAG_BUCKETS_S
 from guard.mia.spec import parse_spec
 from tests.engine.engines import in_process
 
@@ -556,7 +557,41 @@ def test_readouts_are_judged_by_how_much_later_they_come_than_vllms_first_token(
     guarded["answers"]["readout_s"] = [0.401, 0.501]
     served = [window("vanilla", [0.4, 0.5]), guarded]
     text = "\n".join(report.served_sections({"served": served}))
-    assert "| 2 | 2.000 | 0 | 1.000 | ≤ 2: met |" in text
+    assert "| 2 | 2.000 | 0 | 1.000 |  | ≤ 2: met |" in text
+
+
+async def test_readouts_are_judged_by_when_the_server_had_them_where_it_says_so() -> None:
+    pages = iter([(1.0, 2.0), (3.0, 5.0), (4.0, 9.0)])
+
+    async def metrics(request: web.Request) -> web.Response:
+        within, whole = next(pages)
+        lines = ["# TYPE mia_courier_lag_seconds histogram"]
+        for stage, n in (("prompt", 1), ("final", 100)):
+            lines += [
+                f'mia_courier_lag_seconds_bucket{{engine="{engine}",le="{bound}",stage="{stage}"}} {n * value}'
+                for engine in (0, 1)
+                for bound, value in (("0.002", within), ("+Inf", whole))
+            ]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    async with TestServer(app) as server:
+        first, second, third = [await courier.counts(str(server.make_url("")).rstrip("/")) for _ in range(3)]
+    verdicts = []
+    for lags in (courier.between(first, second), courier.between(first, third)):
+        guarded = window("guarded", [0.403, 0.503])
+        guarded["answers"]["readout_s"] = [0.401, 0.501]
+        guarded["lags"] = lags
+        vanilla = {**window("vanilla", [0.4, 0.5]), "lags": {}}
+        (verdict,) = (line for line in report.served_sections({"served": [vanilla, guarded]}) if "p50 ≤" in line)
+        verdicts.append(verdict)
+    assert verdicts[0].endswith("| 1.000 | 66.7% | p50 ≤ 2 ms: met |")
+    assert verdicts[1].endswith("| 1.000 | 42.9% | p50 ≤ 2 ms: **missed** |")
+
+
+def test_the_bound_that_is_judged_is_one_of_the_metric() -> None:
+    assert goals.READOUT_MS / 1e3 in LAG_BUCKETS_S
 
 
 def test_the_plot_is_the_same_for_the_same_numbers(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from guard.mia.control import spared
+
 MOST_PROGRAMS = 512
 """Programs of one launch: a few for each multiprocessor of a large GPU, and soon gone when there is nothing to do."""
 
@@ -97,6 +99,8 @@ def gather_rows(
     source: torch.Tensor, addend: torch.Tensor | None, control: torch.Tensor, tap: int, out: torch.Tensor
 ) -> None:
     """As ``ops.gather_rows``. Neither source nor addend is copied where a row of it has no gaps."""
+    if spared(control, tap):
+        return
     width = out.shape[1]
     _check(control, torch.int32)
     if out.stride(1) != 1 or out.dtype != source.dtype:
@@ -193,6 +197,8 @@ def steer_rows(
     doses: torch.Tensor,
 ) -> None:
     """As ``ops.steer_rows``; everything between reading a row and writing it stays in registers."""
+    if spared(control, tap):
+        return
     width = hidden.shape[-1]
     _check(control, torch.int32)
     _check(bank, torch.float32)

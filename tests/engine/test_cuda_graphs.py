@@ -175,6 +175,42 @@ def test_graphs_give_what_eager_execution_gives(graphs: MiaLLM, folder: Path, co
         assert one.readouts[-1].steering[0].steered_tokens == other.readouts[-1].steering[0].steered_tokens
 
 
+def test_outside_of_graphs_only_kernels_with_something_to_do_are_launched(folder: Path, config: EngineConfig) -> None:
+    """Prompts are computed there, and their launches are what the host is busy with."""
+    from guard.mia import kernels
+
+    launched: list[str] = []
+
+    def counted(kernel: Any) -> Any:
+        run = kernel.run
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            launched.append(kernel.__name__)
+            return run(*args, **kwargs)
+
+        return patch.object(kernel, "run", once)
+
+    def launches(spec: dict[str, Any]) -> dict[str, int]:
+        launched.clear()
+        (answer,) = eager.chat(CONVERSATIONS[:1], MiaSpec.model_validate(spec), max_tokens=1)
+        assert all(item.status == "complete" for item in answer.items.values())
+        return {name: launched.count(name) for name in set(launched)}
+
+    with (
+        patch.dict(engines.OVERRIDES, enforce_eager=True),
+        engines.engine(folder, config) as eager,
+        counted(kernels._gather_rows),
+        counted(kernels._steer_rows),
+    ):
+        assert launches({}) == {}
+        assert launches({"hidden": {"last": {"layer": 2}}}) == {"_gather_rows": 1}
+        share = {"heads": [(1, 0), (3, 2)], "spans": ["data"]}
+        assert launches({"spans": {"data": "user.last"}, "attention": {"share": share}}) == {"_gather_rows": 2}
+        push = {"vector": "push", "layer": 2, "coefficient": 1.0}
+        assert launches({"steer": [push]}) == {"_steer_rows": 1}
+        assert launches({}) == {}
+
+
 def test_bfloat16_is_as_far_off_as_its_rounding(folder: Path, config: EngineConfig) -> None:
     with engines.engine(folder, config, compiled=True, dtype="bfloat16") as llm:
         answers = llm.chat(CONVERSATIONS, steered("push", 0.5), max_tokens=TOKENS, ignore_eos=True)

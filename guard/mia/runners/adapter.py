@@ -110,6 +110,7 @@ class Adapter:
 
     def admit(self, request_id: str, sampling_params: Any, prompt_len: int) -> None:
         """A request is scheduled for the first time, or again after its preemption."""
+        self.buffers.control.serves = True
         extra = sampling_params.extra_args if sampling_params is not None else None
         if not extra or (asked := extra.get("mia")) is None or request_id in self.router.requests:
             return
@@ -124,6 +125,7 @@ class Adapter:
 
     def before_dummy(self) -> None:
         """A forward pass without requests follows: what the last step filled in would point into its rows."""
+        self.buffers.control.serves = False
         self.router.clear()
 
     def after_forward(self) -> StepCopies | None:
