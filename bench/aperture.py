@@ -33,8 +33,8 @@ from bench.shares import Shares
 from bench.variants import SERVED, VARIANTS, EngineName, taps_of, write_weights
 
 WEIGHTS: dict[Phase, float] = {
-    "tpot": 5.0,
-    "ttft": 0.6,
+    "tpot": 4.0,
+    "ttft": 1.5,
     "kernels": 0.3,
     "saturated": 2.5,
     "eager": 1.0,
