@@ -17,11 +17,10 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One variant's step of ``requests`` requests. ``kernels`` by name."""
+    """One variant's step of one request. ``kernels`` by name."""
 
     model: str
     variant: str
-    requests: int
     kernels: Mapping[str, Times]
 
     @property
@@ -30,12 +29,14 @@ class Step:
 
 
 def steps(profiles: Iterable[Mapping[str, Any]]) -> list[Step]:
-    """The longer run minus the shorter, over the steps between them. One without its partner is left out."""
-    pairs: dict[tuple[str, int, str], list[tuple[int, Mapping[str, list[float]]]]] = defaultdict(list)
+    """The longer run minus the shorter, over the steps between them. One without its partner is left out, and those of
+    several requests, whose prompts fall into steps as they happen to arrive."""
+    pairs: dict[tuple[str, str], list[tuple[int, Mapping[str, list[float]]]]] = defaultdict(list)
     for one in profiles:
-        pairs[one["model"], one["requests"], one["variant"]].append((one["output_tokens"], one["kernels"]))
+        if one["requests"] == 1:
+            pairs[one["model"], one["variant"]].append((one["output_tokens"], one["kernels"]))
     found = []
-    for (model, requests, variant), pair in pairs.items():
+    for (model, variant), pair in pairs.items():
         if len(pair) != 2:
             continue
         (few, short), (many, long) = sorted(pair, key=lambda one: one[0])
@@ -43,7 +44,7 @@ def steps(profiles: Iterable[Mapping[str, Any]]) -> list[Step]:
         for name, (runs, us) in long.items():
             less = short.get(name, [0, 0.0])
             kernels[name] = Times((runs - less[0]) / (many - few), (us - less[1]) / (many - few))
-        found.append(Step(model, variant, requests, kernels))
+        found.append(Step(model, variant, kernels))
     return found
 
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from bench.pinning import pin_main_threads
 from bench.shapes import Shape, load_shape
-from bench.variants import VARIANTS, EngineName, taps_of
+from bench.variants import VARIANTS, VECTORS, EngineName, taps_of, vector_name
 
 FILES_PATIENCE_S = 20.0
 UNLIKELY_IDS = 100
@@ -216,8 +216,9 @@ def _write_hotwire_vectors(scratch: Path) -> None:
     from safetensors.torch import load_file
 
     (scratch / "hotwire").mkdir(parents=True, exist_ok=True)
-    for file in (scratch / "mia").glob("*.safetensors"):
-        torch.save(load_file(file)["vector"], scratch / "hotwire" / f"{file.stem}.pt")
+    for i in range(VECTORS):
+        vector = load_file(scratch / "mia" / f"{vector_name(i)}.safetensors")["vector"]
+        torch.save(vector, scratch / "hotwire" / f"{vector_name(i)}.pt")
 
 
 def serve(commands: TextIO, answers: TextIO) -> None:

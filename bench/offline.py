@@ -44,12 +44,11 @@ def first_tokens(run: Run, shape: Shape, repetition: int) -> None:
 
 
 def kernels(run: Run, shape: Shape, variants: Sequence[str], repetition: int) -> None:
-    """What runs on the device in runs of one token and in longer ones, so that the steps between can be told."""
-    for batch in run.options.batch:
-        for variant in run.present(shape, variants):
-            for outputs in (1, 1 + PROFILED_TOKENS):
-                prompts = [run.options.prompt_tokens] * batch
-                run.profile(shape, variant, repetition, prompts, [outputs] * batch)
+    """What runs on the device in a run of one token and in a longer one, so that the steps between can be told: of one
+    request, since the prompts of several fall into steps as they happen to arrive."""
+    for variant in run.present(shape, variants):
+        for outputs in (1, 1 + PROFILED_TOKENS):
+            run.profile(shape, variant, repetition, [run.options.prompt_tokens], [outputs])
 
 
 def saturate(run: Run, shape: Shape, repetition: int) -> None:

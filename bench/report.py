@@ -110,17 +110,16 @@ def device_sections(results: Mapping[str, Any]) -> list[str]:
     found = steps(results.get("kernels", ()))
     lines = []
     for model in dict.fromkeys(one.model for one in found):
-        of_model = sorted((one for one in found if one.model == model), key=lambda one: one.requests)
-        bases = {one.requests: one for one in of_model if one.variant == BASE}
+        of_model = [one for one in found if one.model == model]
+        base = next((one for one in of_model if one.variant == BASE), None)
         rows = []
-        for one in of_model:
-            base = bases.get(one.requests)
+        for one in sorted(of_model, key=lambda one: list(VARIANTS).index(one.variant)):
             more = [] if base is None or one.variant == BASE else beside(one, base)[:SHOWN_KERNELS]
             told = ", ".join(f"`{name[:SHOWN_CHARACTERS]}` {by.us:+.1f} ({by.runs:+.3g})" for name, by in more)
             runs, us = one.whole
-            rows.append((str(one.requests), VARIANTS[one.variant].title, f"{runs:.1f}", f"{us:.1f}", told))
-        head = ("requests", "variant", "kernels", "us on the device", "what differs most from vLLM: us (kernels)")
-        lines += [f"### {model}: on the device, one step that decodes", "", *table(head, rows)]
+            rows.append((VARIANTS[one.variant].title, f"{runs:.1f}", f"{us:.1f}", told))
+        head = ("variant", "kernels", "us on the device", "what differs most from vLLM: us (kernels)")
+        lines += [f"### {model}: on the device, one step that decodes one request", "", *table(head, rows)]
     return lines
 
 

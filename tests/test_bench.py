@@ -443,21 +443,25 @@ def test_a_round_asks_all_variants_for_the_same_and_the_next_for_something_else(
 
 
 def test_a_step_on_the_device_is_what_a_longer_run_takes_more(tmp_path: Path) -> None:
-    run = run_of(tmp_path, {"vanilla": FakeChild(2.0), "mia": FakeChild(2.5)}, batch=[1, 8])
+    run = run_of(tmp_path, {"vanilla": FakeChild(2.0), "mia": FakeChild(2.5)}, batch=[8])
     for repetition in (WARM_UP, 0):
         kernels(run, TINY, ["vanilla", "idle"], repetition)
-    found = {(one.requests, one.variant): one for one in steps(run.results["kernels"])}
-    assert found.keys() == {(1, "vanilla"), (1, "idle"), (8, "vanilla"), (8, "idle")}
-    vanilla, idle = found[1, "vanilla"], found[1, "idle"]
+    found = {one.variant: one for one in steps(run.results["kernels"])}
+    vanilla, idle = found["vanilla"], found["idle"]
     assert vanilla.kernels == {"prefill": (0, 0), "gemm": (4, 2), "tap": (0, 0)}
     assert idle.whole == (4, 2.5)
     assert beside(idle, vanilla)[0] == ("gemm", (0, 0.5))
-    assert "| 1 | taps in place, nothing asked | 4.0 | 2.5 | `gemm` +0.5 (+0)" in "\n".join(sections(run.results))
+    assert "| taps in place, nothing asked | 4.0 | 2.5 | `gemm` +0.5 (+0)" in "\n".join(sections(run.results))
 
 
 def test_a_profile_without_its_partner_is_no_step() -> None:
     one = {"model": "tiny", "variant": "idle", "requests": 1, "output_tokens": 1, "kernels": {"gemm": [4, 2.0]}}
     assert steps([one]) == []
+
+
+def test_several_requests_make_no_step_that_compares() -> None:
+    one = {"model": "tiny", "variant": "idle", "requests": 8, "kernels": {"gemm": [4, 2.0]}}
+    assert steps([{**one, "output_tokens": tokens} for tokens in (1, 17)]) == []
 
 
 def test_an_engine_that_fails_is_out_and_the_others_go_on(tmp_path: Path) -> None:
