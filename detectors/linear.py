@@ -134,7 +134,8 @@ class LinearReader:
     def _logits(self, values: list[FloatArray]) -> Logits:
         """Of each layer's values: states ``[tokens, hidden_size]``, or the logits that the engine made of them."""
         if self.in_engine:
-            return sum((one.astype(np.float64) for one in values), np.zeros(len(self.bias)))
+            added: Logits = np.sum(values, axis=0, dtype=np.float64)
+            return added
         if len(values[0]) == 1:
             # One product for all layers: of a single token, what each call costs is more than what it computes.
             states: Logits = np.concatenate(values, axis=1, dtype=np.float64)

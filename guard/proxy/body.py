@@ -365,12 +365,7 @@ def _check_length(name: str, value: Any, most: int) -> None:
 def _parse_object(raw: bytes) -> dict[str, Any]:
     """JSON in which nothing can be read in two ways: no key twice, no NaN, no number beyond float64, strict UTF-8."""
     try:
-        value = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_once_each,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
+        value = _DECODER.decode(raw.decode("utf-8"))
     except InvalidRequestError:
         raise
     except UnicodeDecodeError as error:
@@ -402,3 +397,6 @@ def _finite(text: str) -> float:
     if not isfinite(value):
         raise InvalidRequestError("the body has a number that is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once_each, parse_constant=_refuse_constant, parse_float=_finite)
