@@ -171,6 +171,18 @@ class Measurement:
         windows = tuple((data[one.text][2][one.start : one.end], data[one.text][:2], one) for one in found.windows)
         return Passes(instruction, windows, found.more)
 
+    @cached_property
+    def _plain_captures(self) -> tuple[tuple[str, str], ...]:
+        """Of captures that name no span: as they travel, and as the detector named them."""
+        return self._named((*self.hidden, *self.probes))
+
+    @cached_property
+    def _attention_captures(self) -> tuple[tuple[str, str], ...]:
+        return self._named(self.attention)
+
+    def _named(self, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        return tuple((key, key.removeprefix(f"{self.key}.")) for key in keys)
+
     @property
     def captures(self) -> tuple[Capture, ...]:
         return (*self.hidden.values(), *self.attention.values(), *self.probes.values())
@@ -218,12 +230,11 @@ class Measurement:
         return Score("not_applicable", reason=OUT_OF_SCOPE)
 
     def score(self, readouts: Readouts) -> Score:
-        prefix = f"{self.key}."
-        own = {
-            key.removeprefix(prefix): _as_detector_named_it(item, prefix)
-            for key, item in readouts.items.items()
-            if key.startswith(prefix)
-        }
+        items, prefix = readouts.items, f"{self.key}."
+        own = {short: items[key] for key, short in self._plain_captures if key in items}
+        for key, short in self._attention_captures:
+            if key in items:
+                own[short] = _as_detector_named_it(items[key], prefix)
         if self.reads_spans:
             spans = {
                 name.removeprefix(prefix): tokens
