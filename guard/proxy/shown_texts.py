@@ -206,6 +206,8 @@ def around(fields: Fields) -> list[Slot]:
 
 def _texts_at(message: int, owner: Fields, name: str) -> list[Slot]:
     value = owner.get(name)
+    if value is None:
+        return []
     if isinstance(value, str) or is_number(value):
         return [Slot(message, -1, owner, name)]
     return list(strings(message, value, place="raw"))

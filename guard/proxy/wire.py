@@ -129,11 +129,15 @@ def _like(old: Any, text: str) -> Any:
     return text if isinstance(old, str | int | float) else {"redacted": text}
 
 
+NUMBERS = (int, float)
+"""As ``isinstance`` takes them: every value of a request is asked, and a union is made anew each time."""
+
+
 def is_number(value: Any) -> bool:
     """Also a list of nothing but numbers: templates print it as one text."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(one, int | float) for one in value)
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        return bool(value) and all(isinstance(one, NUMBERS) for one in value)
+    return isinstance(value, NUMBERS) and not isinstance(value, bool)
 
 
 TOKENS = "logprobs."
