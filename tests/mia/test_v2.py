@@ -63,6 +63,7 @@ def test_vllm_has_the_names_that_are_relied_on() -> None:
     [
         ["tests/engine/v2_cases.py"],
         ["tests/engine/test_exactness.py", "-k", "eager"],
+        ["tests/engine/test_idle_calls.py"],
         *(LONG if os.environ.get(ALL) else []),
     ],
     ids=lambda selection: Path(selection[0].partition("::")[0]).stem,
