@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.about import about
 from bench.children import ROOT
 from bench.offline import batches, offline
@@ -64,6 +66,24 @@ QUICK = {
 }
 
 
+def positive(text: str) -> int:
+    """Raises ``argparse.ArgumentTypeError``."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """The same of seconds, or of a rate."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (0 < value < float("inf")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", action="append", required=True, help="a shape of bench/shapes, or a folder")
@@ -71,20 +91,29 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--phases", nargs="+", choices=list(WEIGHTS), default=list(WEIGHTS))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--served-variants", nargs="+", choices=list(SERVED), default=["vanilla", "guarded"])
-    parser.add_argument("--limit-s", type=float, default=560.0, help="the run is over by then, start-up included")
-    parser.add_argument("--start-limit-s", type=float, default=240.0, help="for engines to start, each time")
-    parser.add_argument("--repetitions", type=int, default=7, help="rounds of each phase, as many as fit")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--long-prompt-tokens", type=int, default=2048)
-    parser.add_argument("--saturated-requests", type=int, default=256)
-    parser.add_argument("--longest-tokens", type=int, help="cut the lengths of mixed loads, for rehearsals")
-    parser.add_argument("--rate", type=float, nargs="+", default=[64, 1, 16, 4, 32, 8], help="a second, in this order")
-    parser.add_argument("--window-s", type=float, default=8.0, help="of arrivals, for each rate and variant")
-    parser.add_argument("--kv-tokens", type=int, default=65536, help="room in the KV caches of vLLM's engine and ours")
-    parser.add_argument("--small-kv-tokens", type=int, default=32768, help="and of the others")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--limit-s",
+        type=seconds,
+        default=560.0,
+        help="the run is over by then, start-up included",
+    )
+    parser.add_argument("--start-limit-s", type=seconds, default=240.0, help="for engines to start, each time")
+    parser.add_argument("--repetitions", type=positive, default=7, help="rounds of each phase, as many as fit")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--prompt-tokens", type=positive, default=128)
+    parser.add_argument("--output-tokens", type=positive, default=256)
+    parser.add_argument("--long-prompt-tokens", type=positive, default=2048)
+    parser.add_argument("--saturated-requests", type=positive, default=256)
+    parser.add_argument("--longest-tokens", type=positive, help="cut the lengths of mixed loads, for rehearsals")
+    parser.add_argument(
+        "--rate", type=seconds, nargs="+", default=[64, 1, 16, 4, 32, 8], help="a second, in this order"
+    )
+    parser.add_argument("--window-s", type=seconds, default=8.0, help="of arrivals, for each rate and variant")
+    parser.add_argument(
+        "--kv-tokens", type=positive, default=65536, help="room in the KV caches of vLLM's engine and ours"
+    )
+    parser.add_argument("--small-kv-tokens", type=positive, default=32768, help="and of the others")
+    parser.add_argument("--max-num-batched-tokens", type=positive, default=8192)
     parser.add_argument("--peers", type=Path, default=Path("/tmp/peers"), help="folder with hotwire")  # noqa: S108
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
     parser.add_argument("--seed", type=int, default=0)
@@ -92,7 +121,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few tokens and rounds: a rehearsal, no measurement")
     if "--quick" in (given if given is not None else sys.argv[1:]):
         parser.set_defaults(**QUICK)
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    for name in options.model:
+        try:
+            load_shape(name)
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"--model {name}: {error}")
+    return options
 
 
 def weights(options: argparse.Namespace, shapes: Sequence[Shape]) -> dict[str, float]:
@@ -169,4 +204,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(arguments())
+    chosen = arguments()
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("bench.aperture: there is no GPU here that torch can use; --device cpu rehearses without one")
+    main(chosen)

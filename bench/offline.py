@@ -19,7 +19,7 @@ TTFT_LARGEST_BATCH = 8
 TTFT_ROUNDS = 4
 """First tokens are quick: so many times as many rounds as of the others."""
 
-SATURATED_VARIANTS = ("vanilla", "idle", "attention", "steered")
+SATURATED_VARIANTS = ("vanilla", "idle", "hidden", "attention", "steered", "all")
 WARM_UP_TOKENS = 8
 PROFILED_TOKENS = 16
 CHECKED_TOKENS = 4

@@ -1,8 +1,9 @@
-"""The plot of a run: each variant's time per output token as a ratio to vLLM, with its spread and its goal."""
+"""The plot: each variant's time per output token as a ratio to vLLM, with its spread and its goal. Of each model one
+run, that of the newest day with the most variants."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,25 @@ SHOWN = (0.97, 1.10)
 """Ratios beyond are written at the edge."""
 
 
-def points(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, int, Ratio]]]:
-    """By model: variant, requests at once and ratio, in the order of the variants."""
-    found: dict[str, list[tuple[str, int, Ratio]]] = {}
-    for results in runs:
-        for phase in ("tpot", "eager"):
-            for case, by_variant in per_token_ms(results["rows"], phase).items():
-                found.setdefault(case.model, []).extend(_ratios(case, by_variant))
+Points = list[tuple[str, int, Ratio]]
+"""Variant, requests at once and ratio, in the order of the variants."""
+
+
+def points(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Points]]:
+    """By model, the run's name with them. runs: by name."""
+    newest: dict[str, tuple[tuple[str, int], str, Points]] = {}
+    for name, results in runs.items():
+        for model, some in _points(results).items():
+            rank = (results["time"][:10], len({variant for variant, _, _ in some}))
+            if model not in newest or rank > newest[model][0]:
+                newest[model] = rank, name, some
+    return {model: (name, some) for model, (_, name, some) in newest.items()}
+
+
+def _points(results: Mapping[str, Any]) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for case, by_variant in per_token_ms(results["rows"], "tpot").items():
+        found.setdefault(case.model, []).extend(_ratios(case, by_variant))
     order = list(VARIANTS)
     return {model: sorted(some, key=lambda one: (order.index(one[0]), one[1])) for model, some in found.items()}
 
@@ -31,7 +44,7 @@ def _ratios(case: Case, by_variant: Mapping[str, Any]) -> list[tuple[str, int, R
     return [(name, case.requests, ratio) for name, ratio in ratios if ratio is not None]
 
 
-def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+def draw(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     """Write the SVG. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -39,14 +52,14 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     # The same numbers give the same bytes.
     matplotlib.rcParams.update({"svg.hashsalt": "mia", "svg.fonttype": "none"})
     models = points(runs)
-    tallest = max((len(some) for some in models.values()), default=1)
+    tallest = max((len(some) for _, some in models.values()), default=1)
     figure = Figure(figsize=(6.5 * max(1, len(models)), 1.2 + 0.24 * tallest), layout="constrained")
-    for i, (model, some) in enumerate(models.items()):
+    for i, (model, (run, some)) in enumerate(models.items()):
         axes: Any = figure.add_subplot(1, len(models), i + 1)
         for y, (name, _, ratio) in enumerate(some):
             _mark(axes, y, ratio, goals.PER_TOKEN.get(name))
         axes.set_yticks(range(len(some)), [f"{name} {requests}" for name, requests, _ in some], fontsize=7)
-        axes.set(xlim=SHOWN, ylim=(len(some) - 0.5, -0.5), title=model)
+        axes.set(xlim=SHOWN, ylim=(len(some) - 0.5, -0.5), title=f"{model}, {run}")
         axes.set_xlabel("time per output token / vLLM's (bar: least to most; red: goal)")
         axes.axvline(1.0, color="black", linewidth=0.6)
     figure.savefig(file, format="svg", metadata={"Date": None})

@@ -284,14 +284,17 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="+")
     parser.add_argument("--compact", action="store_true", help="print instead of writing the page")
     options = parser.parse_args()
-    runs = [(file.stem, json.loads(file.read_text())) for file in options.file]
+    try:
+        runs = [(file.stem, json.loads(file.read_text())) for file in options.file]
+    except (OSError, ValueError) as error:
+        parser.error(f"{error}")
     if options.compact:
         for _, results in runs:
             print("\n".join(compact(results)))
         return
     from bench.plot import draw
 
-    draw([results for _, results in runs], PLOT)
+    draw(dict(runs), PLOT)
     write_page(PAGE, runs, PLOT)
     print(f"written: {PAGE} and {PLOT}")
 

@@ -25,7 +25,7 @@ from guard.data import data_folder, default_policy, steering_folder
 from guard.mia.engine_config import EngineConfig
 from guard.mia.plugin import SUPPORTED as SUPPORTED_VLLM
 from guard.mia.sizing import BuffersTooLargeError, LayerHeads, Sizing, StepLimits, in_units
-from guard.models import DEFAULT_MODEL, ModelError, ResolvedModel, find_source, is_pulled, model_folder, resolve_model
+from guard.models import DEFAULT_MODEL, SOURCES, ModelError, ResolvedModel, resolve_model
 from guard.paths import cache_folder, state_folder
 
 Level = Literal["ok", "warn", "fail"]
@@ -67,7 +67,7 @@ def examine(
         check_logits_processors(_entry_points("vllm.logits_processors")),
         check_writable("cache", cache_folder()),
         check_writable("logs", state_folder()),
-        check_model(),
+        check_model(model),
         check_port("port", host, port, "--port"),
         check_port("engine port", "127.0.0.1", engine_port, "--engine-port"),
         *check_taps(model, policy or default_policy(), build, gpus, psutil.virtual_memory().total),
@@ -183,12 +183,21 @@ def check_writable(name: str, folder: Path) -> Check:
         return Check(name, "fail", f"{parent}: {error.strerror}", f"make it writable, or set {variable} elsewhere")
 
 
-def check_model() -> Check:
-    source = find_source(DEFAULT_MODEL)
-    if is_pulled(source):
-        return Check("model", "ok", f"{source.alias} at {model_folder(source)}")
-    remedy = f"guard model pull {source.alias} (serve and demo do it by themselves)"
-    return Check("model", "warn", f"{source.alias} is not on this machine yet", remedy)
+def check_model(model: str) -> Check:
+    """The one that is asked for: whether it is on this machine."""
+    try:
+        resolved = resolve_model(model)
+    except ModelError as error:
+        return Check("model", "fail", str(error), "see: guard serve --help, --model")
+    if config_file(resolved) is not None:
+        return Check("model", "ok", f"{resolved.served_name} at {resolved.path}")
+    if source := SOURCES.get(model):
+        remedy = f"guard model pull {source.alias} (serve and demo do it by themselves)"
+        return Check("model", "warn", f"{source.alias} is not on this machine yet", remedy)
+    if Path(resolved.path).is_absolute():
+        return Check("model", "fail", f"{resolved.path} has no config.json", "give a model's folder")
+    remedy = "check the name; vLLM fetches it when it starts, if it exists and may be had"
+    return Check("model", "warn", f"{model} is not on this machine yet", remedy)
 
 
 def check_port(name: str, host: str, port: int, option: str) -> Check:
@@ -280,15 +289,13 @@ def tap_sizing(
 
 def model_description(model: ResolvedModel) -> dict[str, Any] | None:
     """Sizes from the model's config.json, a folder's or one that Hugging Face's cache has; None where they are not."""
-    file = Path(model.path) / "config.json"
-    if not file.is_file() and machine.module_installed("huggingface_hub") and not Path(model.path).is_absolute():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(model.path, "config.json")
-        file = Path(cached) if isinstance(cached, str) else file
-    if not file.is_file():
+    file = config_file(model)
+    if file is None:
         return None
-    whole = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
     text = whole.get("text_config", whole)
     hidden, heads = (text.get(name) or text.get(old) for name, old in (("hidden_size", "n_embd"), _HEADS))
     if not (isinstance(hidden, int) and isinstance(heads, int)):
@@ -299,6 +306,17 @@ def model_description(model: ResolvedModel) -> dict[str, Any] | None:
         "num_key_value_heads": text.get("num_key_value_heads") or heads,
         "head_dim": text.get("head_dim") or hidden // heads,
     }
+
+
+def config_file(model: ResolvedModel) -> Path | None:
+    """The model's config.json, in its folder or in Hugging Face's cache; None where it is not on this machine."""
+    file = Path(model.path) / "config.json"
+    if not file.is_file() and machine.module_installed("huggingface_hub") and not Path(model.path).is_absolute():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model.path, "config.json")
+        file = Path(cached) if isinstance(cached, str) else file
+    return file if file.is_file() else None
 
 
 def vllm_step_limits(gpu: machine.Gpu | None) -> StepLimits:

@@ -23,6 +23,7 @@ from bench.compact import compact
 from bench.device_time import beside, steps
 from bench.engine_child import Batch, Engine, serve, token_ids
 from bench.offline import batches, check_steering, kernels
+from bench.plot import points
 from bench.ratios import Case, loads, of_medians, paired, per_token_ms, saturated_tokens_per_s
 from bench.report import sections
 from bench.run import WARM_UP, Run, empty_results
@@ -598,13 +599,28 @@ def test_the_bound_that_is_judged_is_one_of_the_metric() -> None:
     assert goals.READOUT_MS / 1e3 in LAG_BUCKETS_S
 
 
+def test_the_plot_shows_the_newest_run_with_the_most_variants(tmp_path: Path) -> None:
+    old, new, fewer = measured(tmp_path, 2.0), measured(tmp_path, 2.2), measured(tmp_path, 2.4)
+    old["time"], new["time"], fewer["time"] = (f"2026-{day}T10:00:00+00:00" for day in ("11-30", "12-01", "12-01"))
+    fewer["rows"] = [row for row in fewer["rows"] if row["variant"] != "idle"]
+    assert points({"old": old, "fewer": fewer, "new": new}) == {"tiny": ("new", points({"new": new})["tiny"][1])}
+
+
+def test_a_command_that_measures_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["--limit-s", "0"], ["--limit-s", "nan"], ["--batch", "0"], ["--rate", "-1"], ["--model", "nosuch"]):
+        with pytest.raises(SystemExit) as ended:
+            arguments(["--model", "tiny", *given])
+        assert ended.value.code == 2
+        assert given[1] in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_plot_is_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, which nothing else here does")
     from bench.plot import draw
 
     results = measured(tmp_path, 2.2)
-    draw([results], tmp_path / "a.svg")
-    draw([results], tmp_path / "b.svg")
+    draw({"run": results}, tmp_path / "a.svg")
+    draw({"run": results}, tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert "idle 1" in (tmp_path / "a.svg").read_text()
 

@@ -17,6 +17,7 @@ from guard.doctor import (
     check_gpu,
     check_logits_processors,
     check_memory,
+    check_model,
     check_plugin,
     check_port,
     check_processor,
@@ -130,6 +131,24 @@ def judged(device_bytes: int = 140 * GIB, memory_bytes: int = 64 * GIB, **config
     """Taps at two layers of an 8B model, on a GPU."""
     sizing = Sizing(EngineConfig(hidden_layers=(1, 2), **config), StepLimits(1024, 8192), 4096, 2, {}, False)
     return judge_taps(sizing, device_bytes, memory_bytes)
+
+
+def test_the_model_that_is_asked_for_is_the_one_that_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "own").mkdir()
+    for asked, level in (
+        (DEFAULT_MODEL, "warn"),
+        ("nosuch/none", "warn"),
+        (str(tmp_path / "own"), "fail"),
+        (str(tmp_path / "nosuch"), "fail"),
+    ):
+        check = check_model(asked)
+        assert (check.level, asked in check.found) == (level, True)
+        assert check.remedy
+    (tmp_path / "own" / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    assert check_model(str(tmp_path / "own")).level == "ok"
 
 
 def test_taps_that_do_not_fit_fail_and_name_the_setting() -> None:
