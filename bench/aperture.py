@@ -207,4 +207,7 @@ if __name__ == "__main__":
     chosen = arguments()
     if chosen.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench.aperture: there is no GPU here that torch can use; --device cpu rehearses without one")
-    main(chosen)
+    try:
+        main(chosen)
+    except OSError as error:
+        sys.exit(f"bench.aperture: {error}")

