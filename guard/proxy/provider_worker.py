@@ -128,7 +128,8 @@ async def _write(response: web.StreamResponse, *frames: dict[str, Any]) -> None:
 def _failed(failure: Failure, keys: Keys) -> web.Response:
     error = dict(failure.error)
     keys.hide_in(error)
-    headers = {**failure.headers, FAILURE_HEADER: failure.kind}
+    told = {name: value for name, value in failure.headers.items() if keys.hide(value) == value}
+    headers = {**told, FAILURE_HEADER: failure.kind}
     body = compact({"error": error})
     return web.Response(body=body, status=failure.status, headers=headers, content_type="application/json")
 

@@ -22,10 +22,16 @@ import msgspec
 from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.body import QUICK_BYTES, GuardedRequest
 from guard.proxy.client_threads import TextThreads
-from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError, upstream_errors
+from guard.proxy.errors import (
+    InvalidRequestError,
+    UpstreamError,
+    UpstreamLostError,
+    UpstreamSilentError,
+    upstream_errors,
+)
 from guard.proxy.provider_file import ProviderModel, read_providers
 from guard.proxy.provider_link import FAILURE_HEADER, MODEL_HEADER, Model
-from guard.proxy.provider_process import FROM_PROCESS, ProviderProcess
+from guard.proxy.provider_process import FROM_PROCESS, LOST, ProviderProcess
 from guard.proxy.provider_request import check_request
 from guard.proxy.wire import Texts
 from guard.settings import SettingsError
@@ -111,9 +117,13 @@ class Providers:
         assert self._process is not None, "the application's lifespan has not begun"
         headers = {"content-type": "application/json", MODEL_HEADER: self._told(model, via)}
         asked.response = response = await self._process.post(path, request.to_json(), headers)
+        failure = response.headers.get(FAILURE_HEADER)
+        if failure is None and response.status != 200:
+            # Not by ``provider_worker``: the server that it runs in.
+            raise UpstreamLostError(LOST)
         if response.status == 200 and response.content_type == "text/event-stream":
             return StreamedAnswer(_Reply(response))
-        if (failure := response.headers.get(FAILURE_HEADER)) in ("refused", "unavailable"):
+        if failure in ("refused", "unavailable"):
             with upstream_errors(FROM_PROCESS):
                 error = json.loads(await response.read())["error"]
             if failure == "refused":
