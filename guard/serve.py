@@ -147,7 +147,8 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[Non
     settings = load_settings(**given)
     with taken_ports(settings) as ports:
         async with proxies(_services(settings), ports, say) as server:
-            say(f"ready: {_url(settings)}/v1, in front of {', '.join(settings.upstream)} (Ctrl-C ends)")
+            behind = ", ".join(settings.upstream) or f"other providers ({settings.providers})"
+            say(f"ready: {_url(settings)}/v1, in front of {behind} (Ctrl-C ends)")
             yield server
 
 

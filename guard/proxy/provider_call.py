@@ -15,6 +15,7 @@ from guard.proxy.provider_clients import Traffic, watch_clients
 from guard.proxy.provider_error import (
     OURS,
     SILENT,
+    STRAYED,
     UNREACHED,
     UNREADABLE,
     Failure,
@@ -80,6 +81,8 @@ def failure_of(error: Exception, traffic: Traffic, fields: Mapping[str, Any]) ->
     late = isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
     if isinstance(error, MemoryError):
         return refused(TOO_MUCH)
+    if traffic.strayed is not None:
+        return refused(STRAYED, "model")
     response = traffic.response
     if response is not None and response.status_code >= 300:
         return answered(response.status_code, response.headers, traffic.body())

@@ -17,6 +17,7 @@ SILENT = "the provider did not answer in time"
 LEADS_AWAY = "the provider's address leads elsewhere, where nothing is sent"
 OURS = "the provider of this model cannot be asked"
 NO_WORDS = "the provider refused the request"
+STRAYED = "this API of the model's provider would ask an address that is not configured"
 NO_FORM = "this request has no form that the provider of this model takes"
 
 ABOUT_OUR_KEY = (401, 403)
