@@ -81,7 +81,7 @@ def failure_of(error: Exception, traffic: Traffic, fields: Mapping[str, Any]) ->
     late = isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
     if isinstance(error, MemoryError):
         return refused(TOO_MUCH)
-    if traffic.strayed is not None:
+    if traffic.strayed is not None and not traffic.sent:
         return refused(STRAYED, "model")
     response = traffic.response
     if response is not None and response.status_code >= 300:

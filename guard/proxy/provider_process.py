@@ -138,7 +138,9 @@ class ProviderProcess:
         until_s = time.monotonic() + READY_LIMIT_S
         with upstream_errors(FROM_PROCESS):
             while True:
-                session = await self._there(until_s)
+                await self.there()
+                session = self._session
+                assert session is not None, "it is there as long as the process is up"
                 try:
                     response = await session.post(BASE + path, data=body, headers=headers)
                 except aiohttp.ClientConnectorError:
@@ -152,17 +154,15 @@ class ProviderProcess:
                     self._cut(response)
                 return response
 
-    async def _there(self, until_s: float) -> aiohttp.ClientSession:
-        """A connection to it, once it is up."""
+    async def there(self) -> None:
+        """Waits until it is up. Raises ``UpstreamLostError``."""
         try:
-            async with asyncio.timeout(until_s - time.monotonic()):
+            async with asyncio.timeout(READY_LIMIT_S):
                 await self._known.wait()
         except TimeoutError:
             raise UpstreamLostError(NOT_STARTED) from None
         if not self._up:
             raise UpstreamLostError(NOT_STARTED)
-        assert self._session is not None, "it is there as long as the process is up"
-        return self._session
 
     async def _keep(self) -> None:
         """Never returns; cancel it."""

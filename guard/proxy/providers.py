@@ -149,6 +149,7 @@ class Providers:
             check()
         await request.written(threads)
         assert self._process is not None, "the application's lifespan has not begun"
+        await self._process.there()
         if (why := self._whys.get(request.model)) is not None:
             log.error("model %s cannot be asked: %s", request.model, why)
             raise UpstreamError(OURS)

@@ -11,11 +11,19 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Raw:
-    """``answer``: head and body, as they are on the wire."""
+    """``answer``: head and body, as they are on the wire; behind it the connection ``stays``. ``gone``: how often
+    nothing comes first. ``heads``: of what was asked."""
 
     url: str = ""
     answer: bytes = b""
-    asked: list[str] = field(default_factory=list)
+    stays: bool = False
+    gone: int = 0
+    heads: list[str] = field(default_factory=list)
+    open: int = 0
+
+    @property
+    def paths(self) -> list[str]:
+        return [head.split()[1] for head in self.heads]
 
     def says(self, status: int | str, body: bytes, media_type: str = "application/json", head: str = "") -> None:
         """``status``: with or without its word. ``head``: more lines, each with its end."""
@@ -24,16 +32,23 @@ class Raw:
         self.answer = told.encode() + body
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"(?i)content-length: *(\d+)", head)
             await reader.readexactly(int(length[1]) if length else 0)
-            self.asked.append(head.split()[1].decode())
+            self.heads.append(head.decode())
+            if self.gone:
+                self.gone -= 1
+                return
             writer.write(self.answer)
             await writer.drain()
+            if self.stays:
+                await reader.read()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
+            self.open -= 1
             writer.close()
 
 
