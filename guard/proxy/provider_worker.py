@@ -97,7 +97,7 @@ class Answers:
             return await _stream(request, source, fields, keys, traffic)
         except Exception as error:
             failure = failure_of(error, traffic, fields)
-            if traffic.strayed is not None:
+            if traffic.strayed is not None and not traffic.sent:
                 log.warning("%s: not asked, since that would be at %s", model.name, traffic.strayed)
             if failure.kind == "unavailable":
                 log.warning("%s: %s", model.name, type(error).__name__)
