@@ -128,6 +128,7 @@ async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
     with taken_ports(settings) as ports:
         _need_free_port(options.engine_port)
         services = _services(settings)
+        await services.providers.check()
         if options.model in SOURCES:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from guard.proxy.provider_clients import Traffic, watch_clients
+from guard.proxy.provider_clients import FIRST_FAILED, Traffic, watch_clients
 from guard.proxy.provider_error import (
     OURS,
     SILENT,
@@ -30,6 +31,9 @@ from guard.proxy.provider_request import CHAT, COMPLETIONS, EMBEDDINGS, argument
 CALLS: Mapping[str, str] = {CHAT: "acompletion", COMPLETIONS: "atext_completion", EMBEDDINGS: "aembedding"}
 
 TOO_MUCH = "this request takes more memory than the providers' process may have"
+
+KEYLESS = re.compile(r"(?i)credentials|api[ _]key")
+"""In words of litellm's where it has no key for an API. It tells this with whatever kind and status."""
 
 END = object()
 
@@ -84,13 +88,13 @@ def failure_of(error: Exception, traffic: Traffic, fields: Mapping[str, Any]) ->
     if traffic.strayed is not None and not traffic.sent:
         return refused(STRAYED, "model")
     response = traffic.response
-    if response is not None and response.status_code >= 300:
+    if response is not None and response.status_code >= FIRST_FAILED:
         return answered(response.status_code, response.headers, traffic.body())
     if traffic.sent and late:
         return unavailable(SILENT, 504)
     if traffic.sent:
         return unavailable(UNREACHED if response is None else UNREADABLE)
-    if getattr(error, "status_code", None) in (401, 403):
+    if getattr(error, "status_code", None) in (401, 403) or KEYLESS.search(str(error)):
         return unavailable(OURS)
     return untaken(str(error), list(fields))
 

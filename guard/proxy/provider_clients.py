@@ -21,6 +21,9 @@ HTTPX = ("httpx", "httpx2")
 
 HEARD_BYTES = 65_536
 
+FIRST_FAILED = 300
+"""The first status that is no success."""
+
 Origin = tuple[str, str | None, int | None]
 """Scheme, host and port."""
 
@@ -39,7 +42,7 @@ class Traffic:
     def __init__(self, may_ask: Collection[str] = (), *, dry: bool = False) -> None:
         self._origins = {origin_of(url) for url in may_ask}
         self._dry = dry
-        self._posted: set[tuple[str, str]] = set()
+        self._failed: set[tuple[str, str]] = set()
         self.sent = 0
         self.strayed: str | None = None
         self.response: Any = None
@@ -52,19 +55,17 @@ class Traffic:
             scheme, host, port = origin_of(url)
             self.strayed = f"{scheme}://{host}:{port}"
             raise NotSentError
-        if (method, url) in self._posted:
-            # The same again, behind the client's back, though the provider may be at the first one.
+        if (method, url) in self._failed:
+            # The same again, behind the client's back, though the provider may be at the first one still.
             raise NotSentError
-        if method == "POST":
-            self._posted.add((method, url))
         self.sent += 1
         self.response = None
         if self._dry:
             raise NotSentError
 
-    def missed(self, method: str, url: str) -> None:
-        """Nobody was there: it may be sent again."""
-        self._posted.discard((method, url))
+    def failed(self, method: str, url: str) -> None:
+        """That came to nothing, though somebody was there."""
+        self._failed.add((method, url))
 
     def hear(self, chunk: bytes) -> None:
         self._heard.append(chunk)
@@ -169,8 +170,10 @@ def _sending(request: Any, missed: tuple[type[Exception], ...]) -> Iterator[Traf
     try:
         yield traffic
     except missed:
+        raise
+    except Exception:
         if traffic is not None:
-            traffic.missed(request.method, str(request.url))
+            traffic.failed(request.method, str(request.url))
         raise
     finally:
         _noted.reset(within)
@@ -189,6 +192,8 @@ def _answered(response: Any, traffic: Traffic | None) -> Any:
     response.next_request = None
     if traffic is not None:
         traffic.response = response
+        if response.status_code >= FIRST_FAILED:
+            traffic.failed(response.request.method, str(response.request.url))
     return response
 
 

@@ -100,7 +100,8 @@ class Answers:
             if traffic.strayed is not None and not traffic.sent:
                 log.warning("%s: not asked, since that would be at %s", model.name, traffic.strayed)
             if failure.kind == "unavailable":
-                log.warning("%s: %s", model.name, type(error).__name__)
+                what = "litellm has no key for" if not traffic.sent else type(error).__name__
+                log.warning("%s: %s %s", model.name, what, request.path)
             return _failed(failure, keys)
         finally:
             await _close(result)

@@ -76,6 +76,11 @@ class Providers:
         async with self._process.running():
             yield
 
+    async def check(self) -> None:
+        """Before anything else is started: whether all models can be asked. Raises ``SettingsError``."""
+        async with self.running():
+            await self.started()
+
     async def started(self) -> None:
         """Once it is known whether all models can be asked. Raises ``SettingsError``."""
         if self._process is None:
