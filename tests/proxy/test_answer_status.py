@@ -53,8 +53,9 @@ async def test_an_answer_of_whatever_status_and_form_is_judged_or_withheld(
             for body in bodies:
                 for stream in (False, True):
                     server.says(200, body, media_type)
-                    got, _, raw = await proxy.post(body_of(route, stream), path=route)
+                    got, headers, raw = await proxy.post(body_of(route, stream), path=route)
                     assert b"secret" not in raw, (media_type, stream)
+                    assert got != 200 or headers["content-type"].lower().startswith(("application/json", SSE))
 
 
 async def test_an_answer_behind_its_readouts_needs_a_status_too(start_proxy: StartProxy) -> None:

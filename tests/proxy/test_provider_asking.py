@@ -179,6 +179,20 @@ async def test_a_model_that_cannot_be_asked_is_known_before_anybody_asks(
     assert KEY not in caplog.text
 
 
+@one_process
+async def test_an_api_that_litellm_has_no_key_for_is_not_the_clients_fault(
+    start_proxy: StartProxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with raw_server() as server:
+        server.says(200, ANSWER)
+        path = providers_file(tmp_path, {"far": {"model": "mistral/x", "api_base": server.url}})
+        async with start_proxy(FakeEngine(), POLICY, upstream="", providers=path) as proxy:
+            assert (await asked(proxy, "far"))[0] == 200
+            status, _, body = await proxy.post({"model": "far", "input": "a"}, path=EMBEDDINGS)
+    assert (status, json.loads(body)["error"]["message"]) == (502, "the provider of this model cannot be asked")
+    assert "mistral/x: litellm has no key for /v1/embeddings" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("workers", [(), ("--set", "workers=2")], ids=["one", "several"])
 async def test_a_model_that_cannot_be_asked_stops_the_start(tmp_path: Path, workers: tuple[str, ...]) -> None:
     path = providers_file(tmp_path, {"far": {"model": "nosuchprovider/x"}})
