@@ -104,6 +104,9 @@ def litellm_caller() -> Caller:
     # Otherwise importing it fetches a list of prices from the network, and a client's picture is fetched by us.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("MAX_IMAGE_URL_DOWNLOAD_SIZE_MB", "0")
+    # Seconds: shorter than most servers keep connections. What is sent on one that is just being closed is lost, since
+    # nothing is sent twice.
+    os.environ.setdefault("AIOHTTP_KEEPALIVE_TIMEOUT", "4")
     import litellm
 
     litellm.suppress_debug_info = True
