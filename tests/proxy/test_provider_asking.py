@@ -179,7 +179,6 @@ async def test_a_model_that_cannot_be_asked_is_known_before_anybody_asks(
     assert KEY not in caplog.text
 
 
-@one_process
 async def test_an_api_that_litellm_has_no_key_for_is_not_the_clients_fault(
     start_proxy: StartProxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
