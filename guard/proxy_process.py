@@ -105,7 +105,8 @@ async def proxy_running(
     services: Services, ports: Ports, seat: Seat | None = None
 ) -> AsyncIterator[asyncio.Task[None]]:
     """The proxy's server, and the admin API's beside it if it has a port. The latter answers until the end. ``seat``:
-    of a worker process; there the first has the admin API, and the others tell it of their requests."""
+    of a worker process; there the first has the admin API, and the others tell it of their requests. Raises
+    ``SettingsError`` for models of other providers that cannot be asked."""
     settings = services.settings
 
     def begin() -> None:
@@ -125,9 +126,12 @@ async def proxy_running(
                     tls=_tls(settings),
                 )
             )
-        yield await stack.enter_async_context(
+        server = await stack.enter_async_context(
             serving(application(services), ports.proxy, on_malformed=malformed, stopping=stopping, tls=_tls(settings))
         )
+        # Others are answered meanwhile.
+        await services.providers.started()
+        yield server
 
 
 def _tls(settings: Settings) -> Tls | None:

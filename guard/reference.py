@@ -78,10 +78,11 @@ Every other path is a 404, but for those in `GUARD_PASSED_PATHS`, which no polic
 but the last three rows want `Authorization: Bearer KEY`, or `x-api-key: KEY`.
 
 Of a client's headers vLLM gets `traceparent` and `tracestate`, and of `via` the entries of guards, to which each adds
-its own, `1.1 mia-guard-` and 16 digits. Of vLLM's a client gets `content-type`, `retry-after`
-and `retry-after-ms`. No others pass, in either direction.
+its own, `1.1 mia-guard-` and 16 digits. Of vLLM's a client gets `content-type`, and `retry-after`
+and `retry-after-ms` where they are numbers, or the first a date. No others pass, in either direction.
 
-`/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `policy` and
+`/readyz` says `status` (`ok`, `unavailable` or `draining`), `engine`, `engines` (`healthy` and `of`), `providers`
+where there are any (`starting`, `ok` or `unavailable`: the process that asks them), `policy` and
 `policies_version`, `policies_reload` and `keys_reload` (`failed` while a file cannot be used), `limits` (`local`,
 `shared`, or `degraded` while Redis does not count), and `ledger` (`ok`, or `degraded` while entries cannot be written,
 which wait in memory; still ready).

@@ -128,6 +128,7 @@ async def running_pair(options: ServeOptions) -> AsyncIterator[Pair]:
     with taken_ports(settings) as ports:
         _need_free_port(options.engine_port)
         services = _services(settings)
+        await services.providers.check()
         if options.model in SOURCES:
             await asyncio.to_thread(pull_with_progress, options.model)
         say(f"starting vLLM with {model.served_name}; its log: {command.log_file}")
@@ -147,7 +148,8 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[asyncio.Task[Non
     settings = load_settings(**given)
     with taken_ports(settings) as ports:
         async with proxies(_services(settings), ports, say) as server:
-            say(f"ready: {_url(settings)}/v1, in front of {', '.join(settings.upstream)} (Ctrl-C ends)")
+            behind = ", ".join(settings.upstream) or f"other providers ({settings.providers})"
+            say(f"ready: {_url(settings)}/v1, in front of {behind} (Ctrl-C ends)")
             yield server
 
 

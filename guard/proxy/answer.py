@@ -16,13 +16,15 @@ import aiohttp
 
 from guard.mia.results import EVENT_OBJECT, Readouts
 from guard.proxy.bytestream import ByteStream, Content
+from guard.proxy.come_back import when_to_come_back
 from guard.proxy.errors import UpstreamError, upstream_errors
 from guard.proxy.readouts import Finding, finding_in, from_event, is_event, readouts_of, split_field
 
 EARLY_HEADER = "x-mia-early"
 LATE = "the engine sent no readouts before its answer; was it started with the plugin?"
-PASSED_ON = ("content-type", "retry-after", "retry-after-ms")
-"""Headers of vLLM's answer that clients get. Its other ones describe one connection, or vLLM itself."""
+PASSED_ON = "content-type"
+"""The header of vLLM's answer that clients get beside when to come back. Its other ones describe one connection, or
+vLLM itself."""
 
 
 class Response(Protocol):
@@ -118,6 +120,7 @@ class EarlyAnswer:
             event = json.dumps({"object": EVENT_OBJECT, "readouts": late}).encode() if late else None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UpstreamError("the model server's answer cannot be read") from None
+        check_status(status)
         self._events = () if event is None else (event,)
         return Whole(status, headers, await self._bytes.rest(), self._events)
 
@@ -189,8 +192,16 @@ def _all_of(events: Sequence[bytes]) -> list[Readouts]:
 Answer = StreamedAnswer | EarlyAnswer | PlainAnswer
 
 
+def check_status(status: int) -> None:
+    """Raises ``UpstreamError`` for one that says neither that the answer is there nor why it is not: what comes with it
+    is nothing that anybody could judge or charge as either."""
+    if status != 200 and not 400 <= status < 600:
+        raise UpstreamError(f"the model server answered with status {status}, which is neither an answer nor an error")
+
+
 def answer_of(response: aiohttp.ClientResponse) -> Answer:
-    """The form is told by status and headers."""
+    """The form is told by status and headers. Raises ``UpstreamError``."""
+    check_status(response.status)
     if response.status == 200 and response.content_type == "text/event-stream":
         return StreamedAnswer(response)
     if response.status == 200 and response.headers.get(EARLY_HEADER) == "1":
@@ -200,8 +211,8 @@ def answer_of(response: aiohttp.ClientResponse) -> Answer:
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     """Headers for the client."""
-    return {
-        name.lower(): value
-        for name, value in headers.items()
-        if name.lower() in PASSED_ON and value.isascii() and value.isprintable()
-    }
+    found = when_to_come_back(headers)
+    for name, value in headers.items():
+        if name.lower() == PASSED_ON and value.isascii() and value.isprintable():
+            found[PASSED_ON] = value
+    return found

@@ -2,7 +2,8 @@
 one a client gets where rules judge answers.
 
 Owns what counts as such an error; a field that is called so and is empty is none. Its words are the model server's own,
-and may quote what the model wrote (a parser's message does): no rule reads them, so they do not leave.
+and may quote what the model wrote (a parser's message does): no rule reads them, so they do not leave. Those about a
+request do; an answer beside them, or in their place, does not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from guard.proxy.wire import DATA, compact
+from guard.proxy.wire import DATA, answer_json, compact
 
 UNTOLD = "the model server ended its answer with an error"
 
@@ -21,6 +22,9 @@ SERVER_ERROR = "server_error"
 
 KINDS = ("type", "code", "param", "status")
 """What an error says in one word or number."""
+
+WORDS = ("error", "message", "detail")
+"""Where the words of an error may be."""
 
 BESIDE = ("type", "sequence_number", "request_id")
 """Fields beside the error itself that clients read."""
@@ -53,6 +57,28 @@ def error_frame(raw: bytes) -> EngineError | None:
 def error_body(body: bytes) -> EngineError:
     """Of a whole answer whose status says that it is an error."""
     return EngineError(compact(_told(_object(body))), body.decode("utf-8", "replace"))
+
+
+def refusal_body(body: bytes) -> bytes:
+    """Of a whole answer whose status says that something is wrong with the request: as it is, where it has nothing but
+    an error; else what of it is one. In our words where nothing is."""
+    try:
+        data: Any = answer_json(body)
+    except (ValueError, RecursionError):
+        data = None
+    told = _words(data)
+    if isinstance(data, dict) and (inner := _words(data.get("error"))):
+        told["error"] = inner
+    if not told.keys() & {*WORDS}:
+        return error_body(body).told
+    return body if told == data else compact(told)
+
+
+def _words(error: Any) -> dict[str, Any]:
+    if not isinstance(error, dict):
+        return {}
+    words = {name: error[name] for name in WORDS if isinstance(error.get(name), str)}
+    return {**_plain(error, (*KINDS, *BESIDE, "object")), **words}
 
 
 def _object(text: bytes) -> dict[str, Any]:

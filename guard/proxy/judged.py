@@ -14,7 +14,7 @@ from typing import Any
 from guard.policy import Decision
 from guard.proxy.answer import Answer, StreamedAnswer, Whole
 from guard.proxy.body import GuardedRequest
-from guard.proxy.error_frame import EngineError, error_body, error_frame
+from guard.proxy.error_frame import EngineError, error_body, error_frame, refusal_body
 from guard.proxy.errors import UpstreamError
 from guard.proxy.exchange import JSON, Exchange
 from guard.proxy.judging import AnswerJudge, Ruling, Unit
@@ -95,17 +95,20 @@ async def _whole(
         return None
     judge.redact(frame)
     body = compact(frame.data) if frame.changed else whole.body
-    await relay_whole(exchange, Whole(whole.status, whole.headers, body))
+    # It was judged as that; another name would have clients read it in another way.
+    await relay_whole(exchange, Whole(whole.status, {**whole.headers, **JSON}, body))
     return None
 
 
 async def relay_failed(exchange: Exchange, whole: Whole, *, begun: bool) -> None:
-    """An error in place of an answer that rules would have judged. One about the request keeps its words; a fault of
-    the model server, and whatever comes once the answer has ``begun``, may quote what the model wrote."""
-    if begun or whole.status >= 500:
-        error = error_body(whole.body)
+    """An error in place of an answer that rules would have judged. One about the request keeps its words, and nothing
+    beside them; a fault of the model server, and whatever comes once the answer has ``begun``, may quote what the model
+    wrote."""
+    error = error_body(whole.body)
+    told = error.told if begun or whole.status >= 500 else refusal_body(whole.body)
+    if told != whole.body:
         exchange.withhold({ERROR: error.said})
-        whole = replace(whole, headers={**whole.headers, **JSON}, body=error.told)
+        whole = replace(whole, headers={**whole.headers, **JSON}, body=told)
     await relay_whole(exchange, whole)
 
 

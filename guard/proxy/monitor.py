@@ -29,13 +29,16 @@ def monitor_routes(services: Services) -> list[Route]:
         except ApiError as error:
             return _failed(error)
         healthy, of = await services.upstream.healthy({VIA: via}), len(services.upstream.replicas.all)
-        answers = healthy > 0 or of == 0  # other providers are asked when somebody wants an answer
-        policies = services.policies
+        engine, providers, policies = healthy > 0 or of == 0, services.providers, services.policies
+        # Providers themselves are asked when somebody wants an answer. The process that asks them may come back while
+        # the engine goes on answering; before it was there once, something is wrong with what it needs.
+        answers = engine and providers.ready and (of > 0 or providers.state in (None, "ok"))
         # Whoever can reach the port may ask: what is wrong with a file is for the log.
         now = {
             "status": "draining" if services.draining else "ok" if answers else "unavailable",
-            "engine": "ok" if answers else "unavailable",
+            "engine": "ok" if engine else "unavailable",
             "engines": {"healthy": healthy, "of": of},
+            **({"providers": providers.state} if providers.names else {}),
             "policy": policies.current.default.live.label,
             "policies_version": policies.current.hash[:12],
             "policies_reload": "ok" if policies.error is None else "failed",

@@ -40,7 +40,7 @@ def whole_answer(result: Any, model: str, path: str) -> Fields:
         for choice in choices:
             choice.setdefault("finish_reason", None)
             choice.pop("provider_specific_fields", None)
-    elif not isinstance(fields.get("data"), list):
+    elif not _has_vectors(fields.get("data")):
         raise OddAnswerError
     if not _is_told(fields.get("usage"), said=any(_says(one) for one in fields.get("choices") or ())):
         fields.pop("usage", None)
@@ -146,6 +146,14 @@ def _generic(chunk: Fields) -> Fields:
         "choices": [{"index": chunk.get("index") or 0, "delta": delta, "finish_reason": finish}],
         "usage": chunk.get("usage"),
     }
+
+
+def _has_vectors(data: Any) -> bool:
+    """Of numbers, or as bytes in base64."""
+    if not isinstance(data, list) or not data:
+        return False
+    vectors = [one.get("embedding") if isinstance(one, dict) else None for one in data]
+    return all(isinstance(one, list | str) and one for one in vectors)
 
 
 def _says(choice: Fields) -> bool:

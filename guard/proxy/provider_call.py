@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from guard.proxy.provider_clients import Traffic, watch_clients
+from guard.proxy.provider_clients import FIRST_FAILED, Traffic, watch_clients
 from guard.proxy.provider_error import (
     OURS,
     SILENT,
+    STRAYED,
     UNREACHED,
     UNREADABLE,
     Failure,
@@ -29,6 +31,9 @@ from guard.proxy.provider_request import CHAT, COMPLETIONS, EMBEDDINGS, argument
 CALLS: Mapping[str, str] = {CHAT: "acompletion", COMPLETIONS: "atext_completion", EMBEDDINGS: "aembedding"}
 
 TOO_MUCH = "this request takes more memory than the providers' process may have"
+
+KEYLESS = re.compile(r"(?i)credentials|api[ _]key")
+"""In words of litellm's where it has no key for an API. It tells this with whatever kind and status."""
 
 END = object()
 
@@ -80,14 +85,16 @@ def failure_of(error: Exception, traffic: Traffic, fields: Mapping[str, Any]) ->
     late = isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
     if isinstance(error, MemoryError):
         return refused(TOO_MUCH)
+    if traffic.strayed is not None and not traffic.sent:
+        return refused(STRAYED, "model")
     response = traffic.response
-    if response is not None and response.status_code >= 300:
+    if response is not None and response.status_code >= FIRST_FAILED:
         return answered(response.status_code, response.headers, traffic.body())
     if traffic.sent and late:
         return unavailable(SILENT, 504)
     if traffic.sent:
         return unavailable(UNREACHED if response is None else UNREADABLE)
-    if getattr(error, "status_code", None) in (401, 403):
+    if getattr(error, "status_code", None) in (401, 403) or KEYLESS.search(str(error)):
         return unavailable(OURS)
     return untaken(str(error), list(fields))
 
@@ -97,6 +104,9 @@ def litellm_caller() -> Caller:
     # Otherwise importing it fetches a list of prices from the network, and a client's picture is fetched by us.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("MAX_IMAGE_URL_DOWNLOAD_SIZE_MB", "0")
+    # Seconds: shorter than most servers keep connections. What is sent on one that is just being closed is lost, since
+    # nothing is sent twice.
+    os.environ.setdefault("AIOHTTP_KEEPALIVE_TIMEOUT", "4")
     import litellm
 
     litellm.suppress_debug_info = True

@@ -1,4 +1,5 @@
-"""The HTTP clients that litellm uses: none of them follows a redirect, and what they send and hear is noted.
+"""The HTTP clients that litellm uses: none of them follows a redirect, asks another server than is configured, sends
+anything twice or keeps a cookie, and what they send and hear is noted.
 
 Owns the changes to these libraries, which are made in the process of litellm alone. A redirect would take the prompt,
 and the provider's key with it, to an address that nobody configured.
@@ -7,25 +8,64 @@ and the provider's key with it, to an address that nobody configured.
 from __future__ import annotations
 
 import contextvars
+import http.cookiejar
 import importlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 HTTPX = ("httpx", "httpx2")
 """The same library under two names; the second is what openai's client stands on."""
 
 HEARD_BYTES = 65_536
 
+FIRST_FAILED = 300
+"""The first status that is no success."""
+
+Origin = tuple[str, str | None, int | None]
+"""Scheme, host and port."""
+
+
+class NotSentError(Exception):
+    """Raised in place of sending anything."""
+
 
 class Traffic:
-    """What one request to litellm came to outside: how often something was sent, and the last answer to that."""
+    """What one request to litellm came to outside: how often something was sent, and the last answer to that.
 
-    def __init__(self) -> None:
+    ``may_ask``: addresses of whose servers any may be asked, and no other; empty: whoever litellm asks by itself.
+    ``dry``: nothing is sent; ``sent`` counts what would have been. ``strayed``: the server that was not asked.
+    """
+
+    def __init__(self, may_ask: Collection[str] = (), *, dry: bool = False) -> None:
+        self._origins = {origin_of(url) for url in may_ask}
+        self._dry = dry
+        self._failed: set[tuple[str, str]] = set()
         self.sent = 0
+        self.strayed: str | None = None
         self.response: Any = None
         self._heard: deque[bytes] = deque()
         self._size = 0
+
+    def send(self, method: str, url: str) -> None:
+        """Something is about to be sent there. Raises ``NotSentError``."""
+        if self._origins and origin_of(url) not in self._origins:
+            scheme, host, port = origin_of(url)
+            self.strayed = f"{scheme}://{host}:{port}"
+            raise NotSentError
+        if (method, url) in self._failed:
+            # The same again, behind the client's back, though the provider may be at the first one still.
+            raise NotSentError
+        self.sent += 1
+        self.response = None
+        if self._dry:
+            raise NotSentError
+
+    def failed(self, method: str, url: str) -> None:
+        """That came to nothing, though somebody was there."""
+        self._failed.add((method, url))
 
     def hear(self, chunk: bytes) -> None:
         self._heard.append(chunk)
@@ -54,7 +94,15 @@ class Traffic:
             return None
 
 
+def origin_of(url: str) -> Origin:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
 current: contextvars.ContextVar[Traffic | None] = contextvars.ContextVar("traffic", default=None)
+
+_noted: contextvars.ContextVar[bool] = contextvars.ContextVar("noted", default=False)
+"""Whether one of these libraries sends for another, which was noted."""
 
 
 def watch_clients() -> None:
@@ -65,10 +113,20 @@ def watch_clients() -> None:
             continue
         _watch_httpx(module)
     _watch_aiohttp(importlib.import_module("aiohttp"))
-    try:
+    with suppress(ModuleNotFoundError):
         _watch_requests(importlib.import_module("requests"))
-    except ModuleNotFoundError:
-        return
+    _try_once(importlib.import_module("openai._models"))
+    # httpx and requests stand on it. A provider's cookie of one client's request is nothing for another's.
+    http.cookiejar.CookieJar.extract_cookies = _nothing  # type: ignore[method-assign, assignment]
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _try_once(models: Any) -> None:
+    """openai's client waits and tries again, whatever litellm is told of that for some APIs."""
+    models.FinalRequestOptions.get_max_retries = lambda options, max_retries: 0
 
 
 def _watch_httpx(module: Any) -> None:
@@ -85,29 +143,47 @@ def _watch_httpx(module: Any) -> None:
             await self._stream.aclose()
 
     send, send_async = module.Client.send, module.AsyncClient.send
+    missed = (module.ConnectError, module.ConnectTimeout, module.PoolTimeout)
 
     def sent(client: Any, request: Any, **options: Any) -> Any:
-        traffic = _sending(request)
-        response = send(client, request, **{**options, "follow_redirects": False})
-        return _answered(response, traffic)
+        with _sending(request, missed) as traffic:
+            response = send(client, request, **{**options, "follow_redirects": False})
+            return _answered(response, traffic)
 
     async def sent_async(client: Any, request: Any, **options: Any) -> Any:
-        traffic = _sending(request)
-        response = await send_async(client, request, **{**options, "follow_redirects": False})
-        if traffic is not None and options.get("stream"):
-            response.stream = Heard(response.stream, traffic)
-        return _answered(response, traffic)
+        with _sending(request, missed) as traffic:
+            response = await send_async(client, request, **{**options, "follow_redirects": False})
+            if traffic is not None and options.get("stream"):
+                response.stream = Heard(response.stream, traffic)
+            return _answered(response, traffic)
 
     module.Client.send, module.AsyncClient.send = sent, sent_async
 
 
-def _sending(request: Any) -> Traffic | None:
+@contextmanager
+def _sending(request: Any, missed: tuple[type[Exception], ...]) -> Iterator[Traffic | None]:
+    """Raises ``NotSentError``."""
     # What is heard is to be read.
     request.headers["accept-encoding"] = "identity"
+    traffic = _note(request.method, request.url)
+    within = _noted.set(True)
+    try:
+        yield traffic
+    except missed:
+        raise
+    except Exception:
+        if traffic is not None:
+            traffic.failed(request.method, str(request.url))
+        raise
+    finally:
+        _noted.reset(within)
+
+
+def _note(method: str, url: Any) -> Traffic | None:
+    """Raises ``NotSentError``."""
     traffic = current.get()
-    if traffic is not None:
-        traffic.sent += 1
-        traffic.response = None
+    if traffic is not None and not _noted.get():
+        traffic.send(method, str(url))
     return traffic
 
 
@@ -116,6 +192,8 @@ def _answered(response: Any, traffic: Traffic | None) -> Any:
     response.next_request = None
     if traffic is not None:
         traffic.response = response
+        if response.status_code >= FIRST_FAILED:
+            traffic.failed(response.request.method, str(response.request.url))
     return response
 
 
@@ -123,15 +201,18 @@ def _watch_aiohttp(module: Any) -> None:
     request = module.ClientSession._request
 
     async def requested(session: Any, method: str, url: Any, **options: Any) -> Any:
+        _note(method, url)
         return await request(session, method, url, **{**options, "allow_redirects": False})
 
     module.ClientSession._request = requested
+    module.abc.AbstractCookieJar.update_cookies_from_headers = _nothing
 
 
 def _watch_requests(module: Any) -> None:
     send = module.Session.send
 
     def sent(session: Any, request: Any, **options: Any) -> Any:
+        _note(request.method, request.url)
         return send(session, request, **{**options, "allow_redirects": False})
 
     module.Session.send = sent

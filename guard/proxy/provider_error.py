@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from guard.proxy.come_back import when_to_come_back
+
 UNREACHED, UNREADABLE = "the provider of this model cannot be reached", "the provider's answer cannot be read"
 SILENT = "the provider did not answer in time"
 LEADS_AWAY = "the provider's address leads elsewhere, where nothing is sent"
 OURS = "the provider of this model cannot be asked"
 NO_WORDS = "the provider refused the request"
+STRAYED = "this API of the model's provider would ask an address that is not configured"
 NO_FORM = "this request has no form that the provider of this model takes"
-
-LATER = ("retry-after", "retry-after-ms")
 
 ABOUT_OUR_KEY = (401, 403)
 
@@ -53,12 +54,11 @@ def answered(status: int, headers: Mapping[str, str], body: bytes | None) -> Fai
         return unavailable(LEADS_AWAY)
     if status in ABOUT_OUR_KEY:
         return unavailable(OURS)
-    if status < 400:
+    if not 400 <= status < 600:
         return unavailable(UNREADABLE)
-    later = {name: value for name in LATER if (value := headers.get(name)) and value.isascii() and value.isprintable()}
     told = {name: value for name, value in (error_in(body) or {"message": NO_WORDS}).items() if value is not None}
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return Failure(status, {"type": kind, "param": None, "code": None, **told}, "told", later)
+    return Failure(status, {"type": kind, "param": None, "code": None, **told}, "told", when_to_come_back(headers))
 
 
 def error_in(raw: bytes | None) -> dict[str, Any] | None:

@@ -22,7 +22,13 @@ class ProviderModel(Section):
     """Its name for litellm: provider, slash, model."""
 
     api_base: Annotated[str | None, Field(pattern=r"^https?://")] = None
-    """Base URL, where it is not the provider's own."""
+    """Base URL, where it is not the provider's own. Then no other server is asked than this one and `may_ask`."""
+
+    may_ask: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^https?://")], ...],
+        Field(examples=[["https://login.microsoftonline.com"]]),
+    ] = ()
+    """Other servers that may be asked where `api_base` is set, such as one that gives out tokens."""
 
     api_key_env: Annotated[str | None, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["OPENAI_API_KEY"])] = None
     """The environment variable that has the provider's key. Without it litellm looks where it does for the provider."""

@@ -38,11 +38,13 @@ class Keys:
         return self._any.sub(HIDDEN, text)
 
     def hide_in(self, value: Any) -> bool:
-        """In all texts of a JSON value, at any depth. True if there was one."""
+        """In all texts of a JSON value, and the names of its fields, at any depth. True if there was one."""
         found = False
         waiting = [value]
         while waiting:
             one = waiting.pop()
+            for name in [name for name in one if isinstance(one, dict) and self._any.search(name)]:
+                one[self.hide(name)], found = one.pop(name), True
             for place, inner in list(one.items() if isinstance(one, dict) else enumerate(one)):
                 if isinstance(inner, dict | list):
                     waiting.append(inner)

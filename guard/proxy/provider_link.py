@@ -13,14 +13,17 @@ MODEL_HEADER = "x-guard-model"
 FAILURE_HEADER = "x-guard-failure"
 """A ``provider_error.Kind``."""
 
-PING = "/ping"
+PING, CHECK = "/ping", "/check"
+"""The second takes a list of ``Model``, and says of each what it cannot be asked for, or null."""
 
 
 class Model(msgspec.Struct, frozen=True):
-    """``name``: for litellm. ``via``: the guards that a request came through, where they are told."""
+    """``name``: for litellm. ``may_ask``: the addresses that it may be asked at; none: litellm knows one. ``via``: the
+    guards that a request came through, where they are told."""
 
     name: str
     api_base: str | None
     api_key: str | None
     via: str | None
     timeout_s: float
+    may_ask: tuple[str, ...] = ()

@@ -30,8 +30,9 @@ from guard.proxy.provider_call import Caller, chunks_of, failure_of, litellm_cal
 from guard.proxy.provider_clients import Traffic, current
 from guard.proxy.provider_error import Failure, error_in_stream
 from guard.proxy.provider_keys import FrameKeys, Keys, hide_in_answer, keys_in
-from guard.proxy.provider_link import FAILURE_HEADER, MODEL_HEADER, PING, Model
+from guard.proxy.provider_link import CHECK, FAILURE_HEADER, MODEL_HEADER, PING, Model
 from guard.proxy.provider_request import SENT
+from guard.proxy.provider_trial import cannot_be_asked
 from guard.proxy.wire import DATA, DONE, compact
 
 log = logging.getLogger("guard.providers")
@@ -45,6 +46,9 @@ WORK_S = 15.0
 
 FULL, HALF_FULL = 0.9, 0.5
 """Of its memory. Full, it ends whatever is under way; half full, as soon as nothing is."""
+
+BACKLOG = 65_535
+"""Connections that may wait until the process comes to them; the kernel takes its own limit where that is lower."""
 
 SPENT = 3
 """Exit code of a process that has come to a limit; another takes its place."""
@@ -67,11 +71,20 @@ class Answers:
         finally:
             self.under_way -= 1
 
+    async def check(self, request: web.Request) -> web.Response:
+        """What of models can be found out without asking them."""
+        models = msgspec.json.decode(await request.read(), type=list[Model])
+        trials = (cannot_be_asked(self._caller, one, self._keys_of(one)) for one in models)
+        return web.Response(body=msgspec.json.encode(await asyncio.gather(*trials)))
+
+    def _keys_of(self, model: Model) -> Keys:
+        return Keys({*self._found_keys, model.api_key or ""})
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         model = msgspec.json.decode(request.headers[MODEL_HEADER], type=Model)
-        keys = Keys({*self._found_keys, model.api_key or ""})
+        keys = self._keys_of(model)
         fields = json.loads(await request.read())
-        traffic = Traffic()
+        traffic = Traffic(model.may_ask)
         current.set(traffic)
         result = None
         try:
@@ -84,8 +97,11 @@ class Answers:
             return await _stream(request, source, fields, keys, traffic)
         except Exception as error:
             failure = failure_of(error, traffic, fields)
+            if traffic.strayed is not None and not traffic.sent:
+                log.warning("%s: not asked, since that would be at %s", model.name, traffic.strayed)
             if failure.kind == "unavailable":
-                log.warning("%s: %s", model.name, type(error).__name__)
+                what = "litellm has no key for" if not traffic.sent else type(error).__name__
+                log.warning("%s: %s %s", model.name, what, request.path)
             return _failed(failure, keys)
         finally:
             await _close(result)
@@ -128,7 +144,8 @@ async def _write(response: web.StreamResponse, *frames: dict[str, Any]) -> None:
 def _failed(failure: Failure, keys: Keys) -> web.Response:
     error = dict(failure.error)
     keys.hide_in(error)
-    headers = {**failure.headers, FAILURE_HEADER: failure.kind}
+    told = {name: value for name, value in failure.headers.items() if keys.hide(value) == value}
+    headers = {**told, FAILURE_HEADER: failure.kind}
     body = compact({"error": error})
     return web.Response(body=body, status=failure.status, headers=headers, content_type="application/json")
 
@@ -182,11 +199,12 @@ async def _serve(path: str) -> None:
     # The proxy has a limit of its own.
     app = web.Application(client_max_size=0)
     app.router.add_get(PING, ping)
+    app.router.add_post(CHECK, answers.check)
     for route in SENT:
         app.router.add_post(route, answers.answer)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
-    await web.UnixSite(runner, path).start()
+    await web.UnixSite(runner, path, backlog=BACKLOG).start()
     await asyncio.Event().wait()
 
 

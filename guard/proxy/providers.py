@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,13 +23,22 @@ import msgspec
 from guard.proxy.answer import Answer, PlainAnswer, StreamedAnswer
 from guard.proxy.body import QUICK_BYTES, GuardedRequest
 from guard.proxy.client_threads import TextThreads
-from guard.proxy.errors import InvalidRequestError, UpstreamError, UpstreamSilentError, upstream_errors
+from guard.proxy.errors import (
+    InvalidRequestError,
+    UpstreamError,
+    UpstreamLostError,
+    UpstreamSilentError,
+    upstream_errors,
+)
+from guard.proxy.provider_error import OURS
 from guard.proxy.provider_file import ProviderModel, read_providers
 from guard.proxy.provider_link import FAILURE_HEADER, MODEL_HEADER, Model
-from guard.proxy.provider_process import FROM_PROCESS, ProviderProcess
+from guard.proxy.provider_process import FROM_PROCESS, LOST, ProviderProcess, State
 from guard.proxy.provider_request import check_request
 from guard.proxy.wire import Texts
 from guard.settings import SettingsError
+
+log = logging.getLogger("guard.providers")
 
 UNREAD = "another provider serves this model, and nothing inside it can be read"
 
@@ -49,7 +59,7 @@ class Providers:
     """``path`` None: no such models. Raises ``SettingsError``, with file, line and field."""
 
     def __init__(self, path: Path | None, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self._path, self._timeout_s = path, timeout_s
         self._models = {} if path is None else read_providers(path)
         self._keys = {one.api_key_env: _key(path, one.api_key_env) for one in self._models.values() if one.api_key_env}
         if self._models and importlib.util.find_spec("litellm") is None:
@@ -62,9 +72,44 @@ class Providers:
         if not self._models:
             yield
             return
-        self._process = ProviderProcess(self._timeout_s)
+        self._process = ProviderProcess([self._told(one) for one in self._models.values()], self._timeout_s)
         async with self._process.running():
             yield
+
+    async def check(self) -> None:
+        """Before anything else is started: whether all models can be asked. Raises ``SettingsError``."""
+        async with self.running():
+            await self.started()
+
+    async def started(self) -> None:
+        """Once it is known whether all models can be asked. Raises ``SettingsError``."""
+        if self._process is None:
+            return
+        if not await self._process.tried():
+            raise SettingsError(
+                "providers (GUARD_PROVIDERS): the process that asks them does not start, as logged above"
+            )
+        if whys := self._whys:
+            told = "; ".join(
+                f"models.{name}: {self._models[name].model} cannot be asked: {why}" for name, why in whys.items()
+            )
+            raise SettingsError(f"{self._path}: {told}")
+
+    @property
+    def state(self) -> State | None:
+        """Of the process that asks them; None where there is none."""
+        return None if self._process is None else self._process.state
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything that they need was there once."""
+        return self._process is None or (self._process.was_up and not self._whys)
+
+    @property
+    def _whys(self) -> dict[str, str]:
+        """Why a model cannot be asked, of those that cannot."""
+        whys = () if self._process is None else self._process.why_not
+        return {name: why for name, why in zip(self._models, whys, strict=False) if why is not None}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,11 +154,20 @@ class Providers:
             check()
         await request.written(threads)
         assert self._process is not None, "the application's lifespan has not begun"
-        headers = {"content-type": "application/json", MODEL_HEADER: self._told(model, via)}
+        await self._process.there()
+        if (why := self._whys.get(request.model)) is not None:
+            log.error("model %s cannot be asked: %s", request.model, why)
+            raise UpstreamError(OURS)
+        told = json.dumps(msgspec.to_builtins(self._told(model, via)))
+        headers = {"content-type": "application/json", MODEL_HEADER: told}
         asked.response = response = await self._process.post(path, request.to_json(), headers)
+        failure = response.headers.get(FAILURE_HEADER)
+        if failure is None and response.status != 200:
+            # Not by ``provider_worker``: the server that it runs in.
+            raise UpstreamLostError(LOST)
         if response.status == 200 and response.content_type == "text/event-stream":
             return StreamedAnswer(_Reply(response))
-        if (failure := response.headers.get(FAILURE_HEADER)) in ("refused", "unavailable"):
+        if failure in ("refused", "unavailable"):
             with upstream_errors(FROM_PROCESS):
                 error = json.loads(await response.read())["error"]
             if failure == "refused":
@@ -121,11 +175,11 @@ class Providers:
             raise (UpstreamSilentError if response.status == 504 else UpstreamError)(error["message"])
         return PlainAnswer(_Reply(response))
 
-    def _told(self, model: ProviderModel, via: str) -> str:
+    def _told(self, model: ProviderModel, via: str | None = None) -> Model:
         # A provider's own address leads nowhere else.
-        said = via if model.api_base else None
-        told = Model(model.model, model.api_base, self._keys.get(model.api_key_env or ""), said, self._timeout_s)
-        return json.dumps(msgspec.to_builtins(told))
+        base, key = model.api_base, self._keys.get(model.api_key_env or "")
+        may_ask = (base, *model.may_ask) if base else ()
+        return Model(model.model, base, key, via if base else None, self._timeout_s, may_ask)
 
 
 class _Asked:
@@ -154,4 +208,6 @@ def _key(path: Path | None, name: str) -> str:
     key = os.environ.get(name)
     if not key:
         raise SettingsError(f"{path}: the environment has no {name}, which is to hold a provider's key")
+    if not (key.isascii() and key.isprintable()):
+        raise SettingsError(f"{path}: {name} has characters that no key has: it must be printable ASCII, in one line")
     return key

@@ -30,9 +30,9 @@ from guard.proxy.errors import (
     UpstreamError,
 )
 from guard.proxy.exchange import JSON, Exchange
+from guard.proxy.judged import relay_failed
 from guard.proxy.readouts import Finding
 from guard.proxy.recording import Handler
-from guard.proxy.relay import relay_whole
 from guard.proxy.replicas import affinity_of
 from guard.proxy.services import Services
 from guard.proxy.text_judged import STEERS, judged_by_texts
@@ -177,7 +177,7 @@ async def _rerank(
                 # An answer to a prompt of ours, whose words are no answer of this API and may quote the documents.
                 expect_nothing(record)
                 raise UpstreamError(f"the model server failed ({whole.status}) while it read query and documents")
-            return await relay_whole(exchange, whole)
+            return await relay_failed(exchange, whole, begun=False)
     tokens = [_usage(whole) for whole in wholes]
     record.prompt_tokens, record.completion_tokens = (sum(column) for column in zip(*tokens, strict=True))
     record.complete = True

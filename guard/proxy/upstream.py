@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from guard.proxy.answer import EARLY_HEADER, Answer, Forwarded, PlainAnswer, Whole, answer_of
+from guard.proxy.answer import EARLY_HEADER, Answer, Forwarded, PlainAnswer, Whole, answer_of, check_status
 from guard.proxy.errors import LoopError, UpstreamError, upstream_errors
 from guard.proxy.loops import VIA, Hops
 from guard.proxy.replicas import Replica, Replicas
@@ -139,6 +139,8 @@ class Upstream:
         try:
             with upstream_errors():
                 response = await self._first_reached(method, target, asked, data=body, headers=headers)
+            if not 200 <= response.status < 600:
+                raise UpstreamError(f"the model server answered with status {response.status}, which says nothing")
             yield Forwarded(response)
         finally:
             asked.leave()
@@ -167,6 +169,7 @@ class Upstream:
             with upstream_errors():
                 headers = {**headers, "x-request-id": request_id}
                 response = await self._first_reached("GET", path, asked, headers=headers)
+                check_status(response.status)
                 return await PlainAnswer(response).whole()
         finally:
             asked.leave()

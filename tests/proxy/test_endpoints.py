@@ -692,6 +692,9 @@ async def test_a_fault_of_the_engine_while_documents_are_ranked_is_an_error_of_t
         assert "secret" not in failed.value.message
         entry = await proxy.entry()
         assert (entry["outcome"], entry["status"], entry["tokens"]["charged"]) == ("upstream_unavailable", 502, 0)
+        engine.error = (400, {"error": {"message": "too long"}, "choices": ["a secret"]}, {})
+        status, _, raw = await proxy.post(RERANKED, path="/v1/rerank")
+        assert (status, json.loads(raw)) == (400, {"error": {"message": "too long"}})
         # What clients can act on stays.
         engine.error = (503, {"error": {"message": "later"}}, {"retry-after": "7"})
         status, headers, _ = await proxy.post(RERANKED, path="/v1/rerank")

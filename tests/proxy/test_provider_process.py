@@ -24,8 +24,10 @@ from tests.processes import runs, started_by
 from tests.proxy.command import guard_proxy
 from tests.proxy.conftest import Proxy, StartProxy, eventually
 from tests.proxy.engine import FakeEngine
-from tests.proxy.far import KEY, Far, far_away, stream
-from tests.proxy.test_provider_answers import POLICY, asked, branching, with_schema
+from tests.proxy.far import KEY, MODELS, Far, chunk, far_away, stream
+from tests.proxy.raw import raw_server
+from tests.proxy.test_provider_answers import POLICY, asked, branching, said, with_schema
+from tests.proxy.test_provider_asking import ANSWER, models_at, providers_file
 
 pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
 
@@ -41,8 +43,10 @@ def start(start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FAR_KEY", KEY)
 
     @asynccontextmanager
-    async def start() -> AsyncIterator[tuple[Proxy, Far, psutil.Process]]:
+    async def start(models: dict[str, Any] | None = None) -> AsyncIterator[tuple[Proxy, Far, psutil.Process]]:
         async with far_away(tmp_path) as (far, path):
+            if models is not None:
+                providers_file(tmp_path, models)
             monkeypatch.setenv("HTTPS_PROXY", far.url)
             before = {one.pid for one in workers()}
             async with start_proxy(FakeEngine(), POLICY, upstream="", providers=path) as proxy:
@@ -107,6 +111,66 @@ async def test_one_that_does_not_answer_is_ended_and_another_takes_its_place(
         assert not runs(worker)
         outcomes = [one["outcome"] for one in await proxy.entries(3)]
     assert outcomes[1:] == ["upstream_unavailable", "completed"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, signal.SIGSEGV])
+async def test_whatever_ends_it_ends_its_requests_at_once(
+    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(provider_process, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr(provider_process, "PING_LIMIT_S", 0.5)
+    monkeypatch.setattr(provider_process, "MISSED_PINGS", 2)
+    async with raw_server() as server, start(models_at(server.url, {"openai": MODELS["openai"]})) as (proxy, _, worker):
+        server.stays = True
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+        server.answer = head + b"".join(chunk(0, {"content": word}) for word in ("a ", "b "))
+        streams = [asyncio.create_task(asked(proxy, "openai", stream=True)) for _ in range(3)]
+        whole = asyncio.create_task(asked(proxy, "openai"))
+        await eventually(lambda: server.open == 4, 60)
+        await asyncio.sleep(1)
+        worker.send_signal(number)
+        async with asyncio.timeout(10):
+            for status, _, body in await asyncio.gather(*streams):
+                *frames, error = [json.loads(one.removeprefix("data: ")) for one in body.strip().split("\n\n")]
+                assert (status, said(frames)) == (200, "a b ")
+                assert error["error"]["code"] == "upstream_unavailable"
+            status, headers, body = await whole
+            assert (status, headers["retry-after"]) == (502, "1")
+            assert json.loads(body)["error"]["message"] == provider_process.LOST
+        entries = await proxy.entries(4)
+    told = sorted((one["outcome"], one["tokens"]["completion"]) for one in entries)
+    assert told == [*[("upstream_broken", 2)] * 3, ("upstream_unavailable", 0)]
+
+
+async def test_more_requests_than_it_takes_at_once_wait_and_are_answered(start: Any) -> None:
+    async with start() as (proxy, far, worker):
+        far.body = json.loads(ANSWER)
+        assert (await asked(proxy, "openai"))[0] == 200
+        worker.send_signal(signal.SIGSTOP)
+        try:
+            asking = [asyncio.create_task(asked(proxy, "openai")) for _ in range(300)]
+            await asyncio.sleep(2)
+        finally:
+            worker.send_signal(signal.SIGCONT)
+        assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
+
+
+async def test_readiness_waits_for_it(start: Any) -> None:
+    async with start() as (proxy, far, worker):
+        status, _, body = await proxy.get("/readyz")
+        assert (status, json.loads(body)["providers"]) == (503, "starting")
+        far.body = json.loads(ANSWER)
+        assert (await asked(proxy, "openai"))[0] == 200
+        status, _, body = await proxy.get("/readyz")
+        assert (status, json.loads(body)["providers"]) == (200, "ok")
+        worker.kill()
+        async with asyncio.timeout(10):
+            while (told := await proxy.get("/readyz"))[0] == 200:
+                await asyncio.sleep(0.02)
+        assert json.loads(told[2])["providers"] == "unavailable"
+        # It is started again, and who asks meanwhile waits.
+        assert (await asked(proxy, "openai"))[0] == 200
+        assert (await proxy.get("/readyz"))[0] == 200
 
 
 async def test_work_without_bound_has_an_end_and_stops_nobody_else(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
