@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextvars
 import http.cookiejar
 import importlib
+import json
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
+
+from guard.proxy.provider_endings import Endings, endings_in
 
 HTTPX = ("httpx", "httpx2")
 """The same library under two names; the second is what openai's client stands on."""
@@ -46,6 +49,7 @@ class Traffic:
         self.sent = 0
         self.strayed: str | None = None
         self.response: Any = None
+        self._endings: Endings | None = None
         self._heard: deque[bytes] = deque()
         self._size = 0
 
@@ -59,7 +63,7 @@ class Traffic:
             # The same again, behind the client's back, though the provider may be at the first one still.
             raise NotSentError
         self.sent += 1
-        self.response = None
+        self.response = self._endings = None
         if self._dry:
             raise NotSentError
 
@@ -67,7 +71,15 @@ class Traffic:
         """That came to nothing, though somebody was there."""
         self._failed.add((method, url))
 
+    def listen(self) -> None:
+        """To the last answer, whose bytes are read as they come."""
+        self._endings = Endings(self.response.headers.get("content-type", ""))
+        self._heard.clear()
+        self._size = 0
+
     def hear(self, chunk: bytes) -> None:
+        if self._endings is not None:
+            self._endings.add(chunk)
         self._heard.append(chunk)
         self._size += len(chunk)
         while self._size - len(self._heard[0]) > HEARD_BYTES:
@@ -79,12 +91,18 @@ class Traffic:
         return b"".join(self._heard)
 
     @property
-    def ended(self) -> bool | None:
-        """Whether a stream's provider said that it is at its end; None where its form has no word for that."""
-        heard = self.heard
-        if any(line.replace(b" ", b"").strip() == b"data:[DONE]" for line in heard.split(b"\n")):
-            return True
-        return b'"finishReason"' in heard if b'"candidates"' in heard else None
+    def odd(self) -> bool:
+        """Whether what was heard of a stream is none, or has a part that is none."""
+        return self._endings is not None and self._endings.odd
+
+    def endings(self, *, streamed: bool) -> dict[int, str]:
+        """How each choice of the last answer ended, in the provider's word, once all of it has come."""
+        if streamed and self._endings is not None:
+            return self._endings.found()
+        try:
+            return endings_in(json.loads(self.body() or b""))
+        except (ValueError, RecursionError):
+            return {}
 
     def body(self) -> bytes | None:
         """Of the last answer; None where nobody has read it."""
@@ -153,9 +171,11 @@ def _watch_httpx(module: Any) -> None:
     async def sent_async(client: Any, request: Any, **options: Any) -> Any:
         with _sending(request, missed) as traffic:
             response = await send_async(client, request, **{**options, "follow_redirects": False})
+            _answered(response, traffic)
             if traffic is not None and options.get("stream"):
+                traffic.listen()
                 response.stream = Heard(response.stream, traffic)
-            return _answered(response, traffic)
+            return response
 
     module.Client.send, module.AsyncClient.send = sent, sent_async
 

@@ -33,7 +33,7 @@ from guard.proxy.provider_keys import FrameKeys, Keys, hide_in_answer, keys_in
 from guard.proxy.provider_link import CHECK, FAILURE_HEADER, MODEL_HEADER, PING, Model
 from guard.proxy.provider_request import SENT
 from guard.proxy.provider_trial import cannot_be_asked
-from guard.proxy.wire import DATA, DONE, compact
+from guard.proxy.wire import DATA, DONE, compact, whole_number
 
 log = logging.getLogger("guard.providers")
 
@@ -90,7 +90,8 @@ class Answers:
         try:
             result = await self._caller.ask(request.path, fields, model)
             if fields.get("stream") is not True:
-                whole = whole_answer(result, fields["model"], request.path)
+                endings = traffic.endings(streamed=False)
+                whole = whole_answer(result, fields["model"], request.path, endings)
                 hide_in_answer(keys, whole)
                 return web.Response(body=compact(whole), content_type="application/json")
             source = await opened(result)
@@ -113,16 +114,18 @@ async def _stream(
     response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
     options = fields.get("stream_options")
     usage = isinstance(options, dict) and options.get("include_usage") is True
-    chunks, frames = Chunks(fields["model"], request.path, usage=usage), FrameKeys(keys)
+    chunks = Chunks(fields["model"], request.path, choices=whole_number(fields.get("n")) or 1, usage=usage)
+    frames = FrameKeys(keys)
     await response.prepare(request)
     try:
         async for chunk in chunks_of(source):
             if (told := chunks.add(chunk)) is not None:
                 await _write(response, *frames.add(told))
-        if error_in_stream(traffic.heard) is not None:
+        endings = traffic.endings(streamed=True)
+        if traffic.odd or error_in_stream(traffic.heard) is not None:
             # litellm passes over some.
             raise OddAnswerError
-        for told in chunks.end(marked=traffic.ended):
+        for told in chunks.end(endings):
             await _write(response, *frames.add(told))
         await _write(response, *frames.rest())
         await response.write(DATA + b" " + DONE + b"\n\n")
