@@ -84,7 +84,7 @@ class Chunks:
     def end(self, endings: Mapping[int, str]) -> list[Fields]:
         """Behind the last: how each choice ended, and the usage, if it was told and is wanted. ``endings``: in the
         provider's words. Raises ``OddAnswerError`` for a stream that did not come to its end."""
-        if not endings or self._begun - endings.keys() or max(endings) >= self._choices:
+        if not endings or self._begun != endings.keys():
             raise OddAnswerError
         frames = [self._framed([self._ended(index, endings[index])]) for index in sorted(endings)]
         if self._wants_usage and _is_told(self._usage, said=self._said):

@@ -12,7 +12,7 @@ import http.cookiejar
 import importlib
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +26,17 @@ HEARD_BYTES = 65_536
 
 FIRST_FAILED = 300
 """The first status that is no success."""
+
+NO_TOKENS: Mapping[str, int] = {"input_tokens": 0, "output_tokens": 0}
+UNTOLD: tuple[tuple[set[str], str, Any], ...] = (
+    ({"candidates"}, "usageMetadata", {}),
+    ({"promptFeedback"}, "usageMetadata", {}),
+    ({"content", "stop_reason"}, "usage", NO_TOKENS),
+    ({"embeddings"}, "prompt_eval_count", 0),
+    ({"message", "finish_reason"}, "usage", {"tokens": NO_TOKENS, "billed_units": NO_TOKENS}),
+)
+"""Whole answers of Gemini, Anthropic, Ollama and Cohere: fields that they have, the one that tells a usage, and what
+that is where nothing is told."""
 
 Origin = tuple[str, str | None, int | None]
 """Scheme, host and port."""
@@ -99,17 +110,11 @@ class Traffic:
         """How each choice of the last answer ended, in the provider's word, once all of it has come."""
         if streamed and self._endings is not None:
             return self._endings.found()
-        try:
-            return endings_in(json.loads(self.body() or b""))
-        except (ValueError, RecursionError):
-            return {}
+        return endings_in(_json(self.body()))
 
     def body(self) -> bytes | None:
         """Of the last answer; None where nobody has read it."""
-        try:
-            return bytes(self.response.content)
-        except RuntimeError:
-            return None
+        return None if self.response is None else _content(self.response)
 
 
 def origin_of(url: str) -> Origin:
@@ -121,6 +126,22 @@ current: contextvars.ContextVar[Traffic | None] = contextvars.ContextVar("traffi
 
 _noted: contextvars.ContextVar[bool] = contextvars.ContextVar("noted", default=False)
 """Whether one of these libraries sends for another, which was noted."""
+
+
+def _content(response: Any) -> bytes | None:
+    """None where nobody has read it."""
+    try:
+        return bytes(response.content)
+    except RuntimeError:
+        return None
+
+
+def _json(body: bytes | None) -> Any:
+    """None for what is none."""
+    try:
+        return json.loads(body or b"")
+    except (ValueError, RecursionError):
+        return None
 
 
 def watch_clients() -> None:
@@ -210,11 +231,23 @@ def _note(method: str, url: Any) -> Traffic | None:
 def _answered(response: Any, traffic: Traffic | None) -> Any:
     # Callers may follow it by hand.
     response.next_request = None
+    if response.status_code < FIRST_FAILED:
+        _untold_usage(response)
     if traffic is not None:
         traffic.response = response
         if response.status_code >= FIRST_FAILED:
             traffic.failed(response.request.method, str(response.request.url))
     return response
+
+
+def _untold_usage(response: Any) -> None:
+    """Without a usage litellm cannot read whole answers of some providers, who need not tell it."""
+    answer = _json(_content(response))
+    if not isinstance(answer, dict):
+        return
+    for marks, name, nothing in UNTOLD:
+        if marks <= answer.keys() and answer.get(name) is None:
+            response._content = json.dumps({**answer, name: nothing}).encode()
 
 
 def _watch_aiohttp(module: Any) -> None:

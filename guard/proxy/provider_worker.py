@@ -30,7 +30,7 @@ from guard.proxy.provider_call import Caller, chunks_of, failure_of, litellm_cal
 from guard.proxy.provider_clients import Traffic, current
 from guard.proxy.provider_error import Failure, error_in_stream
 from guard.proxy.provider_keys import FrameKeys, Keys, hide_in_answer, keys_in
-from guard.proxy.provider_link import CHECK, FAILURE_HEADER, MODEL_HEADER, PING, Model
+from guard.proxy.provider_link import CHECK, FAILURE_HEADER, MODEL_HEADER, PING, USAGE, Model
 from guard.proxy.provider_request import SENT
 from guard.proxy.provider_trial import cannot_be_asked
 from guard.proxy.wire import DATA, DONE, compact, whole_number
@@ -128,15 +128,20 @@ async def _stream(
         for told in chunks.end(endings):
             await _write(response, *frames.add(told))
         await _write(response, *frames.rest())
-        await response.write(DATA + b" " + DONE + b"\n\n")
+        await response.write(_told(chunks) + DATA + b" " + DONE + b"\n\n")
     except Exception:
         # What waits may be half of a key. Without a mark of the end, whoever reads here sees that it broke off.
+        await response.write(_told(chunks))
         if (error := error_in_stream(traffic.heard)) is not None:
             told = {"message": "", "type": "server_error", "param": None, "code": None} | error
             keys.hide_in(told)
             await _write(response, {"error": told})
     await response.write_eof()
     return response
+
+
+def _told(chunks: Chunks) -> bytes:
+    return USAGE + compact({"usage": chunks.told}) + b"\n\n"
 
 
 async def _write(response: web.StreamResponse, *frames: dict[str, Any]) -> None:

@@ -39,12 +39,13 @@ class FakeEngine:
     """``logit``: what the hidden state holds for a probe of weight 1. Delays in seconds; None never ends.
 
     ``scripts``: the answer's words, one script a request, the last for all others; ``finish``: how a stream says that
-    it ended, None where it does not; ``frames`` and ``body`` are a stream and a whole answer as they are. ``final_logits``: what each request's answer held, in turn, at its one token.
-    ``progress``: what h_node's state was at each word of a stream, sent behind it; None sends nothing there.
-    ``pass_state``: the state of every second pass, which ``passes`` counts; None refuses them. ``window_logits``: as
-    ``logit``, of windows that have a word in them; None refuses these; ``windows`` are all. Words are tokens for
-    ``/tokenize``; ``token_rows``: how many of them one look inside may read at once. ``probes``: what it says that it
-    was started with, and refuses all others of; None: it has no route that says so.
+    it ended, None where it does not; ``frames`` and ``body`` are a stream and a whole answer as they are.
+    ``final_logits``: what each request's answer held, in turn, at its one token. ``progress``: what h_node's state was
+    at each word of a stream, sent behind it; None sends nothing there. ``pass_state``: the state of every second pass,
+    which ``passes`` counts; None refuses them. ``window_logits``: as ``logit``, of windows that have a word in them;
+    None refuses these; ``windows`` are all. Words are tokens for ``/tokenize``; ``token_rows``: how many of them one
+    look inside may read at once. ``probes``: what it says that it was started with, and refuses all others of; None: it
+    has no route that says so.
     """
 
     logit: float = -5.0

@@ -13,7 +13,7 @@ import pytest
 
 from tests.proxy.conftest import Proxy, StartProxy
 from tests.proxy.engine import FakeEngine
-from tests.proxy.far import ELSEWHERE, KEY, MODELS, OPENAIS, Far, chunk, far_away, stream
+from tests.proxy.far import ELSEWHERE, ENDS, KEY, MODELS, OPENAIS, Far, chunk, far_away, stream, whole
 
 pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -105,7 +105,104 @@ async def test_a_stream_is_whole_or_ends_with_an_error(start: Any, provider: str
         assert frames[-1]["error"]["message"] == "the model server's answer broke off"
         entries = await proxy.entries(2)
     assert [one["outcome"] for one in entries] == ["completed", "upstream_broken"]
-    assert [(one["tokens"]["prompt"], one["tokens"]["completion"]) for one in entries] == [(None, 2), (None, 1)]
+    assert [(one["tokens"]["prompt"], one["tokens"]["completion"]) for one in entries] == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_a_stream_is_charged_by_what_the_provider_tells_or_by_its_text(start: Any, provider: str) -> None:
+    # Two letters or spaces have a token at most; so does the prompt, with 8 for its message.
+    text, prompt = "word " * 200, 9
+    async with start() as (proxy, far):
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            far.frames = stream(provider, *[text] * 5, usage=(7, 3000))
+            frames = await streamed(proxy, provider, **options)
+            told = [one["usage"]["completion_tokens"] for one in frames if one.get("usage")]
+            assert (told, said(frames)) == ([3000] if options else [], text * 5)
+        for far.frames in (stream(provider, *[text] * 5), stream(provider, *[text] * 5, ends=False)):
+            await streamed(proxy, provider)
+        far.frames, far.body = [], whole(provider, text * 5, ENDS.get(provider, "stop"))
+        status, _, body = await asked(proxy, provider)
+        assert (status, "usage" in json.loads(body)) == (200, False)
+        entries = await proxy.entries(5)
+    tokens = [(one["tokens"]["prompt"], one["tokens"]["completion"], one["tokens"]["charged"]) for one in entries]
+    assert tokens == [(7, 3000, 3007)] * 2 + [(None, None, 2500 + prompt)] * 3
+
+
+WORDS = {"stop": "stop", "length": "length", "content_filter": "content_filter", "abort": "abort", "error": "error"}
+WORDS["insufficient_system_resource"] = "insufficient_system_resource"
+ENDINGS = {
+    "anthropic": {
+        **{"end_turn": "stop", "max_tokens": "length", "refusal": "content_filter", "pause_turn": "pause_turn"},
+        "model_context_window_exceeded": "length",
+    },
+    "gemini": {
+        **{"STOP": "stop", "MAX_TOKENS": "length", "SAFETY": "content_filter", "RECITATION": "content_filter"},
+        **{"PROHIBITED_CONTENT": "content_filter", "OTHER": "OTHER", "A_NEW_ONE": "A_NEW_ONE"},
+        "MALFORMED_FUNCTION_CALL": "MALFORMED_FUNCTION_CALL",
+    },
+    "ollama_chat": {"stop": "stop", "length": "length", "unload": "unload"},
+}
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_an_ending_is_what_the_provider_called_it(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        for word, meant in ENDINGS.get(provider, WORDS).items():
+            far.frames, far.body = stream(provider, "a ", "b", finish=word), whole(provider, "a b", word)
+            frames = await streamed(proxy, provider)
+            assert (said(frames), endings(frames)) == ("a b", [(0, meant)]), word
+            far.frames = []
+            status, _, body = await asked(proxy, provider)
+            choice = json.loads(body)["choices"][0]
+            assert (status, choice["message"]["content"], choice["finish_reason"]) == (200, "a b", meant)
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_what_did_not_end_or_is_no_stream_never_becomes_a_whole_answer(start: Any, provider: str) -> None:
+    word = ENDS.get(provider, "stop")
+    one, *others = stream(provider, "a ", "b", finish=word)
+    odd = {"without an ending": stream(provider, "a ", "b", finish="")}
+    odd["no JSON"] = [one, b'data: {"choices": [\n\n', *others]
+    odd["a page"] = [one, b"<html>\n", *others]
+    if provider != "ollama_chat":
+        # Of Ollama a line of a stream has the form of a whole answer.
+        odd["a whole answer"] = [json.dumps(whole(provider, "a b", word)).encode()]
+        odd["one on many lines"] = [json.dumps(whole(provider, "a b", word), indent=1).encode()]
+    async with start() as (proxy, far):
+        for name, far.frames in odd.items():
+            status, _, body = await asked(proxy, provider, stream=True)
+            assert "upstream_unavailable" in body, name
+            assert "[DONE]" not in body, name
+            assert 'finish_reason":"' not in body, name
+        far.frames, far.body = [], whole(provider, "a b", None)
+        status, _, body = await asked(proxy, provider)
+        assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_unavailable")
+
+
+@pytest.mark.parametrize("provider", OPENAIS)
+async def test_our_key_leaves_in_no_text_that_others_come_between(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        calls = [{"index": i, "id": f"c{i}", "function": {"name": f"f{i}s", "arguments": ""}} for i in (0, 1)]
+        far.frames = [chunk(0, {"tool_calls": [one]}) for one in calls]
+        for letter in f"{KEY}, s":
+            for delta in ({"content": letter}, {"reasoning_content": letter}):
+                far.frames.append(chunk(0, delta))
+            for i in (0, 1):
+                far.frames.append(chunk(0, {"tool_calls": [{"index": i, "function": {"arguments": letter}}]}))
+        far.frames += [chunk(0, {}, "tool_calls"), b"data: [DONE]\n\n"]
+        frames = await streamed(proxy, provider)
+        deltas = [choice["delta"] for one in frames for choice in one["choices"]]
+        for name in ("content", "reasoning_content"):
+            assert "".join(delta.get(name) or "" for delta in deltas) == "[key], s"
+        told = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+        for i in (0, 1):
+            functions = [call["function"] for call in told if call["index"] == i]
+            assert "".join(one.get("arguments") or "" for one in functions) == "[key], s"
+            # A name is not put together from many frames by all clients.
+            assert functions[0]["name"] == f"f{i}s"
+        # Whatever the text is, no more than the beginning of a key waits.
+        far.frames = [chunk(0, {"content": "s"}) for _ in range(3000)] + stream(provider, "!")
+        assert said(await streamed(proxy, provider)) == "s" * 3000 + "!"
 
 
 @pytest.mark.parametrize("provider", MODELS)
