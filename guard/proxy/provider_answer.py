@@ -40,17 +40,20 @@ class OddAnswerError(Exception):
 
 
 def whole_answer(result: Any, model: str, path: str, endings: Mapping[int, str]) -> Fields:
-    """``model``: as the client calls it. ``endings``: of each choice, in the provider's word. Raises
+    """``model``: as the client calls it. ``endings``: of each choice, in the provider's word and order. Raises
     ``OddAnswerError``."""
     fields = _plain(result)
     if path in (CHAT, COMPLETIONS):
-        choices = fields.get("choices")
-        if not choices or {choice.setdefault("index", 0) for choice in choices} != endings.keys():
+        choices: Any = fields.get("choices")
+        if not choices or len(choices) != len(endings):
             raise OddAnswerError
-        for choice in choices:
+        # Some choices litellm numbers by their place. It never changes that.
+        for choice, word in zip(choices, endings.values(), strict=True):
             called = bool((choice.get("message") or {}).get("tool_calls"))
-            choice["finish_reason"] = _ending(endings[choice["index"]], called=called)
+            choice["finish_reason"] = _ending(word, called=called)
             choice.pop("provider_specific_fields", None)
+        if len({choice.setdefault("index", 0) for choice in choices}) < len(choices):
+            raise OddAnswerError
     elif not _has_vectors(fields.get("data")):
         raise OddAnswerError
     if not _is_told(fields.get("usage"), said=any(_says(one) for one in fields.get("choices") or ())):

@@ -12,6 +12,7 @@ from typing import Any
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.provider_media import AS_THEY_ARE, check_media
 from guard.proxy.shown_texts import TOOL_KINDS
+from guard.proxy.wire import whole_number
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
@@ -31,6 +32,18 @@ SENT: Mapping[str, tuple[str, ...]] = {
 }
 """The APIs that these models answer, and the fields of OpenAI's own. Nothing else goes to litellm: there a field may be
 an address, to which it would send the provider's key."""
+
+AS_CHATS = frozenset(
+    ("openai", "azure", "azure_ai", "deepseek", "gemini", "groq", "huggingface", "openrouter", "xai", "litellm_proxy")
+)
+"""Providers, by litellm's names, who are asked for chats whatever the API."""
+
+NUMBERED: Mapping[str, frozenset[str]] = {
+    CHAT: AS_CHATS | {"hosted_vllm", "together_ai", "fireworks_ai"},
+    COMPLETIONS: AS_CHATS,
+}
+"""Providers of whose streams litellm keeps which choice a text belongs to, as measured with litellm 1.108.7 by
+``tests/proxy/test_provider_answers.py``. Of others it puts all choices into one."""
 
 METADATA = "metadata"
 """A field of OpenAI's own too, of chats; litellm takes one of this name for its own and passes it to nobody."""
@@ -67,6 +80,8 @@ def check_request(path: str, fields: Mapping[str, Any], provider: str) -> None:
         raise InvalidRequestError(f"{name} is not passed to the other provider that serves this model", name)
     if fields.get(METADATA) is not None:
         _check_metadata(fields[METADATA])
+    if (whole_number(fields.get("n")) or 1) > 1 and fields.get("stream") and provider not in NUMBERED.get(path, ()):
+        raise InvalidRequestError("n: in streams of this API and provider, choices would be mixed into one", "n")
     _check_schemas(fields, recursive=provider in AS_THEY_ARE)
 
 
