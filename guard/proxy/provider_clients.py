@@ -12,12 +12,13 @@ import http.cookiejar
 import importlib
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from guard.proxy.provider_endings import Endings, endings_in
+from guard.proxy.provider_sent import missing
 
 HTTPX = ("httpx", "httpx2")
 """The same library under two names; the second is what openai's client stands on."""
@@ -50,16 +51,25 @@ class Traffic:
     """What one request to litellm came to outside: how often something was sent, and the last answer to that.
 
     ``may_ask``: addresses of whose servers any may be asked, and no other; empty: whoever litellm asks by itself.
-    ``dry``: nothing is sent; ``sent`` counts what would have been. ``strayed``: the server that was not asked.
+    ``fields``: what the client asks, all of which is to be in what is sent. ``dry``: nothing is sent; ``sent`` counts
+    what would have been. ``strayed``: the server that was not asked; ``unsent``: the field that would have been left
+    out; ``carried``: whether a provider was asked for everything.
     """
 
-    def __init__(self, may_ask: Collection[str] = (), *, dry: bool = False) -> None:
+    def __init__(
+        self, may_ask: Collection[str] = (), fields: Mapping[str, Any] | None = None, *, dry: bool = False
+    ) -> None:
+        self._fields = fields
         self._origins = {origin_of(url) for url in may_ask}
         self._dry = dry
         self._failed: set[tuple[str, str]] = set()
         self.sent = 0
         self.strayed: str | None = None
+        self.unsent: str | None = None
+        self.carried = False
         self.response: Any = None
+        self._asking = False
+        self._answer: Any = None
         self._endings: Endings | None = None
         self._heard: deque[bytes] = deque()
         self._size = 0
@@ -74,7 +84,7 @@ class Traffic:
             # The same again, behind the client's back, though the provider may be at the first one still.
             raise NotSentError
         self.sent += 1
-        self.response = self._endings = None
+        self.response = None
         if self._dry:
             raise NotSentError
 
@@ -82,11 +92,34 @@ class Traffic:
         """That came to nothing, though somebody was there."""
         self._failed.add((method, url))
 
-    def listen(self) -> None:
-        """To the last answer, whose bytes are read as they come."""
-        self._endings = Endings(self.response.headers.get("content-type", ""))
-        self._heard.clear()
-        self._size = 0
+    def carry(self, body: bytes) -> None:
+        """Raises ``NotSentError`` for a question that leaves something out."""
+        self._asking = False
+        if self._fields is None:
+            return
+        try:
+            self.unsent = missing(self._fields, body)
+        except ValueError:
+            return
+        if self.unsent is not None:
+            raise NotSentError
+        self._answer = self._endings = None
+        self.carried = self._asking = True
+
+    def answered(self, response: Any, *, streamed: bool) -> None:
+        self.response = response
+        if not self._asking:
+            return
+        self._answer = response
+        if streamed:
+            self._endings = Endings(response.headers.get("content-type", ""))
+            self._heard.clear()
+            self._size = 0
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the last answer is read as it comes."""
+        return self._asking and self._endings is not None
 
     def hear(self, chunk: bytes) -> None:
         if self._endings is not None:
@@ -110,7 +143,7 @@ class Traffic:
         """How each choice of the last answer ended, in the provider's word, once all of it has come."""
         if streamed and self._endings is not None:
             return self._endings.found()
-        return endings_in(_json(self.body()))
+        return {} if self._answer is None else endings_in(_json(_content(self._answer)))
 
     def body(self) -> bytes | None:
         """Of the last answer; None where nobody has read it."""
@@ -187,14 +220,13 @@ def _watch_httpx(module: Any) -> None:
     def sent(client: Any, request: Any, **options: Any) -> Any:
         with _sending(request, missed) as traffic:
             response = send(client, request, **{**options, "follow_redirects": False})
-            return _answered(response, traffic)
+            return _answered(response, traffic, streamed=False)
 
     async def sent_async(client: Any, request: Any, **options: Any) -> Any:
         with _sending(request, missed) as traffic:
             response = await send_async(client, request, **{**options, "follow_redirects": False})
-            _answered(response, traffic)
-            if traffic is not None and options.get("stream"):
-                traffic.listen()
+            _answered(response, traffic, streamed=bool(options.get("stream")))
+            if traffic is not None and traffic.is_heard:
                 response.stream = Heard(response.stream, traffic)
             return response
 
@@ -207,6 +239,8 @@ def _sending(request: Any, missed: tuple[type[Exception], ...]) -> Iterator[Traf
     # What is heard is to be read.
     request.headers["accept-encoding"] = "identity"
     traffic = _note(request.method, request.url)
+    if traffic is not None:
+        traffic.carry(request.read() if isinstance(request.stream, Iterable) else b"")
     within = _noted.set(True)
     try:
         yield traffic
@@ -228,13 +262,13 @@ def _note(method: str, url: Any) -> Traffic | None:
     return traffic
 
 
-def _answered(response: Any, traffic: Traffic | None) -> Any:
+def _answered(response: Any, traffic: Traffic | None, *, streamed: bool) -> Any:
     # Callers may follow it by hand.
     response.next_request = None
     if response.status_code < FIRST_FAILED:
         _untold_usage(response)
     if traffic is not None:
-        traffic.response = response
+        traffic.answered(response, streamed=streamed)
         if response.status_code >= FIRST_FAILED:
             traffic.failed(response.request.method, str(response.request.url))
     return response

@@ -57,6 +57,10 @@ LIMITS_OF_METADATA = (16, 64, 512)
 SEARCH = "web_search_options"
 FETCHED = "the provider would put into the prompt what nobody reads here"
 
+CUSTOM = "custom"
+GET_CUSTOM = AS_THEY_ARE | {"azure_ai", "mistral", "ollama_chat", "ollama"}
+"""Providers, by litellm's names, for whom it has a form of tools that take a text."""
+
 MAX_WRITTEN_OUT = 100_000
 """Values that all references in a request's schemas stand for together; 32 characters of a text count as one more. For
 some providers litellm writes them out, and a schema of some kilobytes may stand for more than any memory holds."""
@@ -72,7 +76,7 @@ def check_request(path: str, fields: Mapping[str, Any], provider: str) -> None:
     not get, since a silence there is no answer; for what it would fetch by itself; and for schemas without bound."""
     if path not in SENT:
         raise InvalidRequestError(f"another provider serves this model: ask it by {', '.join(SENT)}", "model")
-    _check_fetches_nothing(fields)
+    _check_tools(provider, fields)
     check_media(provider, fields)
     beside = {METADATA} if path == CHAT and provider in KEEP_METADATA else set()
     if unknown := sorted(fields.keys() - {*SENT[path], *beside, "model"}):
@@ -93,7 +97,7 @@ def arguments(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check_fetches_nothing(fields: Mapping[str, Any]) -> None:
+def _check_tools(provider: str, fields: Mapping[str, Any]) -> None:
     if fields.get(SEARCH) is not None:
         raise InvalidRequestError(f"{SEARCH}: {FETCHED}", SEARCH)
     tools = fields.get("tools")
@@ -101,6 +105,9 @@ def _check_fetches_nothing(fields: Mapping[str, Any]) -> None:
         if not isinstance(tool, dict) or tool.get("type") not in TOOL_KINDS:
             where = f"tools[{i}]"
             raise InvalidRequestError(f"{where} must be of type {' or '.join(TOOL_KINDS)}: {FETCHED}", where)
+        if tool["type"] == CUSTOM and provider not in GET_CUSTOM:
+            where = f"tools[{i}]"
+            raise InvalidRequestError(f"{where}: tools of type {CUSTOM} do not reach models of {provider}", where)
 
 
 def _check_metadata(given: Any) -> None:

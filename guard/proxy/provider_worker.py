@@ -84,17 +84,19 @@ class Answers:
         model = msgspec.json.decode(request.headers[MODEL_HEADER], type=Model)
         keys = self._keys_of(model)
         fields = json.loads(await request.read())
-        traffic = Traffic(model.may_ask)
+        traffic = Traffic(model.may_ask, fields)
         current.set(traffic)
         result = None
         try:
             result = await self._caller.ask(request.path, fields, model)
+            source = await opened(result)
+            if not traffic.carried:
+                raise OddAnswerError
             if fields.get("stream") is not True:
                 endings = traffic.endings(streamed=False)
                 whole = whole_answer(result, fields["model"], request.path, endings)
                 hide_in_answer(keys, whole)
                 return web.Response(body=compact(whole), content_type="application/json")
-            source = await opened(result)
             return await _stream(request, source, fields, keys, traffic)
         except Exception as error:
             failure = failure_of(error, traffic, fields)
