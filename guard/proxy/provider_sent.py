@@ -30,6 +30,15 @@ SAID_ANYWAY = frozenset(
 )
 """Of a schema: each provider has a dialect of its own, in which these are put otherwise or say nothing."""
 
+NOTED: Mapping[str, str] = {
+    **{"minimum": "minimum value", "maximum": "maximum value", "multipleOf": "must be a multiple of"},
+    **{"exclusiveMinimum": "exclusive minimum value", "exclusiveMaximum": "exclusive maximum value"},
+    **{"minLength": "minimum length", "maxLength": "maximum length"},
+    **{"minItems": "minimum number of items", "maxItems": "maximum number of items"},
+    **{"minProperties": "minimum number of properties", "maxProperties": "maximum number of properties"},
+}
+"""Of a schema: bounds that are told in a description, in litellm's words, where a provider's dialect has none."""
+
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Of a schema: fields with schemas by name."""
 
@@ -55,6 +64,7 @@ MAX_PASSES = 64
 """How often all that is sent may be searched for texts that stand in longer ones, in all. In turn they cost one pass
 together; a text that is not there, or stands before the last one, costs another."""
 
+NOTE = re.compile(rf"({'|'.join(NOTED.values())}): (-?\d+(?:\.\d+)?)")
 SPELLINGS: tuple[Callable[[Any], str], ...] = (json.dumps, repr)
 
 PAYLOAD = re.compile(r"data:[^,]{0,200},")
@@ -101,6 +111,10 @@ class Sent:
         return Counter(one for _, one in held if isinstance(one, str | int | float))
 
     @cached_property
+    def _notes(self) -> set[tuple[str, str]]:
+        return {(words, value) for text in self.texts if "Note: " in text for words, value in NOTE.findall(text)}
+
+    @cached_property
     def _joined(self) -> str:
         return "\0".join(self.texts)
 
@@ -120,7 +134,9 @@ class Sent:
     def has_pair(self, key: str, value: Any) -> bool:
         """The same of a field with a value, which may be in a text."""
         pairs = {(plain(key), value), (plain(key), str(value))}
-        return bool(pairs & self.pairs) or self._spells(lambda spell: f"{spell(key)}: {spell(value)}")
+        if pairs & self.pairs or (NOTED.get(key), str(value)) in self._notes:
+            return True
+        return self._spells(lambda spell: f"{spell(key)}: {spell(value)}")
 
     def has_name(self, name: str) -> bool:
         """The same of a property."""
@@ -324,7 +340,7 @@ def _lost_schema(sent: Sent, value: Any, where: str) -> Iterator[str]:
                 yield from _lost_schema(sent, inner, f"{place}.{name}")
         elif key in ("required", "enum", "const"):
             values = one if isinstance(one, list) else [one]
-            if not all(sent.has(str(each)) or each in sent.scalars for each in values if each is not None):
+            if not all(_is_one(sent, each) for each in values):
                 yield place
         elif key == "description":
             if isinstance(one, str) and not sent.has(one):
@@ -333,6 +349,13 @@ def _lost_schema(sent: Sent, value: Any, where: str) -> Iterator[str]:
             yield from _lost_schema(sent, one, place)
         elif key != "additionalProperties" and not sent.has_pair(key, one):
             yield place
+
+
+def _is_one(sent: Sent, value: Any) -> bool:
+    """Whether a schema's value is there; some dialects have texts alone."""
+    if isinstance(value, str | int | float) and value not in sent.scalars:
+        return sent.has(value if isinstance(value, str) else str(value))
+    return not isinstance(value, dict | list) or all(_is_one(sent, one) for _, one in _leaves(value))
 
 
 def _leaves(value: Any, without: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
