@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -89,15 +89,17 @@ class Answers:
         result = None
         try:
             result = await self._caller.ask(request.path, fields, model)
-            source = await opened(result)
-            if not traffic.carried:
-                raise OddAnswerError
-            if fields.get("stream") is not True:
-                endings = traffic.endings(streamed=False)
-                whole = whole_answer(result, fields["model"], request.path, endings)
-                hide_in_answer(keys, whole)
-                return web.Response(body=compact(whole), content_type="application/json")
-            return await _stream(request, source, fields, keys, traffic)
+            if fields.get("stream") is True:
+                chunks = chunks_of(await opened(result))
+                # For some, litellm sends nothing before it is asked for an answer's first piece.
+                first = None if traffic.carried else await anext(chunks, None)
+                _check_carried(traffic)
+                return await _stream(request, first, chunks, fields, keys, traffic)
+            _check_carried(traffic)
+            endings = traffic.endings(streamed=False)
+            whole = whole_answer(result, fields["model"], request.path, endings)
+            hide_in_answer(keys, whole)
+            return web.Response(body=compact(whole), content_type="application/json")
         except Exception as error:
             failure = failure_of(error, traffic, fields)
             if traffic.strayed is not None and not traffic.sent:
@@ -110,8 +112,19 @@ class Answers:
             await _close(result)
 
 
+def _check_carried(traffic: Traffic) -> None:
+    """Raises ``OddAnswerError`` for an answer to something else than was asked."""
+    if not traffic.carried:
+        raise OddAnswerError
+
+
 async def _stream(
-    request: web.Request, source: Any, fields: Mapping[str, Any], keys: Keys, traffic: Traffic
+    request: web.Request,
+    first: Any,
+    rest: AsyncIterator[Any],
+    fields: Mapping[str, Any],
+    keys: Keys,
+    traffic: Traffic,
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
     options = fields.get("stream_options")
@@ -120,9 +133,10 @@ async def _stream(
     frames = FrameKeys(keys)
     await response.prepare(request)
     try:
-        async for chunk in chunks_of(source):
-            if (told := chunks.add(chunk)) is not None:
-                await _write(response, *frames.add(told))
+        if first is not None:
+            await _pass(first, chunks, frames, response)
+        async for one in rest:
+            await _pass(one, chunks, frames, response)
         endings = traffic.endings(streamed=True)
         if traffic.odd or error_in_stream(traffic.heard) is not None:
             # litellm passes over some.
@@ -144,6 +158,11 @@ async def _stream(
 
 def _told(chunks: Chunks) -> bytes:
     return USAGE + compact({"usage": chunks.told}) + b"\n\n"
+
+
+async def _pass(chunk: Any, chunks: Chunks, frames: FrameKeys, response: web.StreamResponse) -> None:
+    if (told := chunks.add(chunk)) is not None:
+        await _write(response, *frames.add(told))
 
 
 async def _write(response: web.StreamResponse, *frames: dict[str, Any]) -> None:

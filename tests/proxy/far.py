@@ -25,6 +25,19 @@ MODELS = {
     "gemini": "gemini/gemini-2.0-flash",
     "ollama_chat": "ollama_chat/llama3",
 }
+MORE = {
+    "azure": "azure/gpt4",
+    "groq": "groq/llama-3",
+    "huggingface": "huggingface/meta/llama",
+    "openrouter": "openrouter/x/y",
+    "xai": "xai/grok",
+    "litellm_proxy": "litellm_proxy/x",
+    "together_ai": "together_ai/x",
+    "fireworks_ai": "fireworks_ai/x",
+    "ollama": "ollama/llama3",
+}
+"""Listed as well; they differ from these in little."""
+
 OPENAIS = ("openai", "hosted_vllm", "mistral", "deepseek", "azure_ai")
 """Those who speak as OpenAI does, below ``/v1``."""
 
@@ -73,8 +86,8 @@ async def far_away(folder: Path) -> AsyncIterator[tuple[Far, Path]]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     far.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     models = {
-        name: {"model": model, "api_base": far.url + ("/v1" if name in OPENAIS else ""), "api_key_env": "FAR_KEY"}
-        for name, model in MODELS.items()
+        name: {"model": model, "api_base": far.url + ("/v1" if _has_v1(name) else ""), "api_key_env": "FAR_KEY"}
+        for name, model in {**MODELS, **MORE}.items()
     }
     for name in ("openai", "anthropic", "gemini"):
         models[f"{name}-down"] = {**models[name], "api_base": "http://127.0.0.1:1"}
@@ -84,6 +97,10 @@ async def far_away(folder: Path) -> AsyncIterator[tuple[Far, Path]]:
         yield far, path
     finally:
         await runner.cleanup()
+
+
+def _has_v1(name: str) -> bool:
+    return name in OPENAIS or (name in MORE and name not in ("azure", "ollama"))
 
 
 ENDS = {"anthropic": "end_turn", "gemini": "STOP"}

@@ -11,9 +11,10 @@ from typing import Any
 import openai
 import pytest
 
+from guard.proxy.provider_request import CHAT, COMPLETIONS, NUMBERED
 from tests.proxy.conftest import Proxy, StartProxy
 from tests.proxy.engine import FakeEngine
-from tests.proxy.far import ELSEWHERE, ENDS, KEY, MODELS, OPENAIS, Far, chunk, far_away, stream, whole
+from tests.proxy.far import ELSEWHERE, ENDS, KEY, MODELS, MORE, OPENAIS, Far, chunk, event, far_away, stream, whole
 
 pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -89,6 +90,47 @@ async def test_every_choice_of_a_stream_ends_as_the_provider_said(start: Any, pr
             whole = await events.get_final_completion()
         calls = [choice.message.tool_calls for choice in whole.choices]
         assert [(one[0].function.name, one[0].function.arguments) for one in calls if one] == [("f", "{}")] * 2
+
+
+def interleaved(provider: str, as_chat: bool) -> list[bytes]:
+    """Two choices, word by word in turn."""
+    words = [(i, word) for word in ("a ", "b ", "c") for i in (0, 1)]
+    ends = [(0, "stop"), (1, "length")]
+    if provider == "gemini":
+        told = [{"index": i, "content": {"parts": [{"text": f"{i}{word}"}], "role": "model"}} for i, word in words]
+        told += [{"index": i, "finishReason": {"stop": "STOP"}.get(end, "MAX_TOKENS")} for i, end in ends]
+        return [event({"candidates": [one]}) for one in told]
+    if as_chat:
+        frames = [chunk(i, {"content": f"{i}{word}"}) for i, word in words] + [chunk(i, {}, end) for i, end in ends]
+    else:
+        pieces = [{"index": i, "text": f"{i}{word}", "finish_reason": None} for i, word in words]
+        pieces += [{"index": i, "text": "", "finish_reason": end} for i, end in ends]
+        frames = [event({"id": "c", "object": "text_completion", "choices": [one]}) for one in pieces]
+    return [*frames, b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_choice_keeps_its_number_or_several_are_refused(start: Any, path: str) -> None:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
+    async with start() as (proxy, far):
+        for provider in {**MODELS, **MORE}:
+            keeps = provider in NUMBERED[path]
+            far.frames = interleaved(provider, path == CHAT or keeps)
+            body = {"model": provider, **prompt, "n": 2, "stream": True}
+            status, _, raw = await proxy.post(body, path=path)
+            if not keeps:
+                assert (status, json.loads(raw)["error"]["param"]) == (400, "n"), provider
+                # Nor are choices that nobody asked for mixed into one.
+                status, _, raw = await proxy.post({**body, "n": 1}, path=path)
+                assert b"upstream_unavailable" in raw, provider
+                continue
+            frames = [json.loads(one[6:]) for one in raw.decode().strip().split("\n\n") if one != "data: [DONE]"]
+            choices = [choice for one in frames for choice in one["choices"]]
+            for i in (0, 1):
+                mine = [one for one in choices if one["index"] == i]
+                texts = [one.get("text") or one.get("delta", {}).get("content") or "" for one in mine]
+                assert "".join(texts) == f"{i}a {i}b {i}c", provider
+            assert endings(frames) == [(0, "stop"), (1, "length")], provider
 
 
 @pytest.mark.parametrize("provider", MODELS)
@@ -265,6 +307,17 @@ async def test_a_busy_provider_is_told_with_when_to_come_back(start: Any, provid
                 got, headers, body = await asked(proxy, provider, **fields)
                 assert (got, headers["retry-after"]) == (status, "7")
                 assert json.loads(body)["error"]["message"] == "slow down"
+
+
+async def test_a_stream_that_litellm_asks_for_late_has_a_status_too(start: Any) -> None:
+    async with start() as (proxy, far):
+        far.status, far.body = 429, {"error": {"message": "slow down"}}
+        body = {"model": "hosted_vllm", "prompt": "hi", "stream": True}
+        status, _, raw = await proxy.post(body, path=COMPLETIONS)
+        assert (status, json.loads(raw)["error"]["message"]) == (429, "slow down")
+        far.paths.clear()
+        status, _, raw = await proxy.post({**body, "stop": list("abcdefghi")}, path=COMPLETIONS)
+        assert (status, json.loads(raw)["error"]["param"], far.paths) == (400, "stop", [])
 
 
 @pytest.mark.parametrize("provider", MODELS)
