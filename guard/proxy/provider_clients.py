@@ -30,14 +30,15 @@ FIRST_FAILED = 300
 
 NO_TOKENS: Mapping[str, int] = {"input_tokens": 0, "output_tokens": 0}
 UNTOLD: tuple[tuple[set[str], str, Any], ...] = (
+    ({"choices"}, "service_tier", None),
     ({"candidates"}, "usageMetadata", {}),
     ({"promptFeedback"}, "usageMetadata", {}),
     ({"content", "stop_reason"}, "usage", NO_TOKENS),
     ({"embeddings"}, "prompt_eval_count", 0),
     ({"message", "finish_reason"}, "usage", {"tokens": NO_TOKENS, "billed_units": NO_TOKENS}),
 )
-"""Whole answers of Gemini, Anthropic, Ollama and Cohere: fields that they have, the one that tells a usage, and what
-that is where nothing is told."""
+"""Whole answers of Groq, Gemini, Anthropic, Ollama and Cohere: fields that they have, one that litellm cannot do
+without and they can, and what that is where nothing is told."""
 
 Origin = tuple[str, str | None, int | None]
 """Scheme, host and port."""
@@ -266,7 +267,7 @@ def _answered(response: Any, traffic: Traffic | None, *, streamed: bool) -> Any:
     # Callers may follow it by hand.
     response.next_request = None
     if response.status_code < FIRST_FAILED:
-        _untold_usage(response)
+        _fill(response)
     if traffic is not None:
         traffic.answered(response, streamed=streamed)
         if response.status_code >= FIRST_FAILED:
@@ -274,13 +275,13 @@ def _answered(response: Any, traffic: Traffic | None, *, streamed: bool) -> Any:
     return response
 
 
-def _untold_usage(response: Any) -> None:
-    """Without a usage litellm cannot read whole answers of some providers, who need not tell it."""
+def _fill(response: Any) -> None:
+    """A whole answer with what litellm cannot do without, such as a usage."""
     answer = _json(_content(response))
     if not isinstance(answer, dict):
         return
     for marks, name, nothing in UNTOLD:
-        if marks <= answer.keys() and answer.get(name) is None:
+        if marks <= answer.keys() and name not in answer:
             response._content = json.dumps({**answer, name: nothing}).encode()
 
 

@@ -45,6 +45,11 @@ NUMBERED: Mapping[str, frozenset[str]] = {
 """Providers of whose streams litellm keeps which choice a text belongs to, as measured with litellm 1.108.7 by
 ``tests/proxy/test_provider_answers.py``. Of others it puts all choices into one."""
 
+SPELT_OUT = frozenset(("hosted_vllm", "text-completion-openai", "together_ai", "fireworks_ai"))
+"""Providers of whose whole answers to ``/v1/completions`` litellm keeps the log probabilities. Of others, and of all
+streams, it loses them, or asks for them as no provider takes it."""
+
+LOGPROBS = "logprobs"
 METADATA = "metadata"
 """A field of OpenAI's own too, of chats; litellm takes one of this name for its own and passes it to nobody."""
 
@@ -84,9 +89,17 @@ def check_request(path: str, fields: Mapping[str, Any], provider: str) -> None:
         raise InvalidRequestError(f"{name} is not passed to the other provider that serves this model", name)
     if fields.get(METADATA) is not None:
         _check_metadata(fields[METADATA])
-    if (whole_number(fields.get("n")) or 1) > 1 and fields.get("stream") and provider not in NUMBERED.get(path, ()):
-        raise InvalidRequestError("n: in streams of this API and provider, choices would be mixed into one", "n")
+    _check_answer(path, fields, provider)
     _check_schemas(fields, recursive=provider in AS_THEY_ARE)
+
+
+def _check_answer(path: str, fields: Mapping[str, Any], provider: str) -> None:
+    """Raises ``InvalidRequestError`` for what litellm loses of answers."""
+    streamed = fields.get("stream") is True
+    if streamed and (whole_number(fields.get("n")) or 1) > 1 and provider not in NUMBERED.get(path, ()):
+        raise InvalidRequestError("n: in streams of this API and provider, choices would be mixed into one", "n")
+    if path == COMPLETIONS and fields.get(LOGPROBS) is not None and (streamed or provider not in SPELT_OUT):
+        raise InvalidRequestError("logprobs are lost in such answers of this API and provider", LOGPROBS)
 
 
 def arguments(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -223,6 +223,42 @@ async def test_what_did_not_end_or_is_no_stream_never_becomes_a_whole_answer(sta
         assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_unavailable")
 
 
+async def test_a_stream_of_completions_ends_as_one_of_chats(start: Any) -> None:
+    def piece(provider: str, text: str, finish: str | None = None) -> bytes:
+        said = {"text": text} if provider == "hosted_vllm" else {"delta": {"content": text}}
+        return event({"id": "c", "choices": [{"index": 0, **said, "finish_reason": finish}]})
+
+    done = b"data: [DONE]\n\n"
+    async with start() as (proxy, far):
+        for provider in ("hosted_vllm", "openai"):
+            body = {"model": provider, "prompt": "hi", "stream": True}
+            for word in ("length", "abort"):
+                far.frames = [piece(provider, "a "), piece(provider, "", word), done]
+                _, _, raw = await proxy.post(body, path=COMPLETIONS)
+                frames = [json.loads(one[6:]) for one in raw.decode().strip().split("\n\n")[:-1]]
+                assert "".join(one["choices"][0]["text"] for one in frames) == "a "
+                assert endings(frames) == [(0, word)]
+            whole_ = event({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}).removeprefix(b"data: ")
+            for far.frames in ([piece(provider, "a ")], [piece(provider, "a "), done], [whole_]):
+                _, _, raw = await proxy.post(body, path=COMPLETIONS)
+                assert b"upstream_unavailable" in raw, (provider, far.frames)
+                assert b'"stop"' not in raw, (provider, far.frames)
+            far.paths.clear()
+            status, _, raw = await proxy.post({**body, "logprobs": 2}, path=COMPLETIONS)
+            assert (status, json.loads(raw)["error"]["param"], far.paths) == (400, "logprobs", [])
+
+
+@pytest.mark.parametrize("provider", [*MODELS, *(name for name in MORE if name != "ollama")])
+async def test_a_whole_answer_is_read_whatever_is_not_told_beside_it(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        far.body = whole(provider, "a b", ENDS.get(provider, "stop"))
+        far.body.pop("usage", None)
+        status, _, body = await asked(proxy, provider)
+        assert status == 200
+        assert json.loads(body)["choices"][0]["message"]["content"] == "a b"
+        assert "usage" not in json.loads(body)
+
+
 @pytest.mark.parametrize("provider", OPENAIS)
 async def test_our_key_leaves_in_no_text_that_others_come_between(start: Any, provider: str) -> None:
     async with start() as (proxy, far):
