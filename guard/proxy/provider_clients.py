@@ -118,6 +118,11 @@ class Traffic:
             self._size = 0
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there is an answer to what the client asked, and no error in its place."""
+        return self._answer is not None and self._answer.status_code < FIRST_FAILED
+
+    @property
     def is_heard(self) -> bool:
         """Whether the last answer is read as it comes."""
         return self._asking and self._endings is not None

@@ -303,10 +303,8 @@ def _lost_arguments(sent: Sent, value: Any, where: str) -> Iterator[str]:
         there &= not isinstance(one, str) or one in sent.whole or not one.strip()
         there &= not isinstance(one, bool | int | float) or (plain(key), one) in sent.pairs
         if not there:
-            if (
-                not sent.has(value if isinstance(value, str) else json.dumps(value))
-                and _spelt(told) not in sent.objects
-            ):
+            spelt = [json.dumps(told), *([value] if isinstance(value, str) else [])]
+            if _spelt(told) not in sent.objects and not any(sent.has(one) for one in spelt):
                 yield where
             return
 

@@ -92,7 +92,7 @@ class Answers:
             if fields.get("stream") is True:
                 chunks = chunks_of(await opened(result))
                 # For some, litellm sends nothing before it is asked for an answer's first piece.
-                first = None if traffic.carried else await anext(chunks, None)
+                first = None if traffic.carried else await _first(chunks, traffic)
                 _check_carried(traffic)
                 return await _stream(request, first, chunks, fields, keys, traffic)
             _check_carried(traffic)
@@ -118,6 +118,16 @@ def _check_carried(traffic: Traffic) -> None:
         raise OddAnswerError
 
 
+async def _first(chunks: AsyncIterator[Any], traffic: Traffic) -> Any:
+    """A stream's first piece, None where it has none; the error of one that had begun."""
+    try:
+        return await anext(chunks, None)
+    except Exception as error:
+        if traffic.has_begun:
+            return error
+        raise
+
+
 async def _stream(
     request: web.Request,
     first: Any,
@@ -133,6 +143,8 @@ async def _stream(
     frames = FrameKeys(keys)
     await response.prepare(request)
     try:
+        if isinstance(first, Exception):
+            raise first
         if first is not None:
             await _pass(first, chunks, frames, response)
         async for one in rest:

@@ -351,6 +351,9 @@ async def test_a_stream_that_litellm_asks_for_late_has_a_status_too(start: Any) 
         body = {"model": "hosted_vllm", "prompt": "hi", "stream": True}
         status, _, raw = await proxy.post(body, path=COMPLETIONS)
         assert (status, json.loads(raw)["error"]["message"]) == (429, "slow down")
+        far.frames = [event({"error": {"message": "boom", "type": "t", "code": 7}}), b"data: [DONE]\n\n"]
+        _, _, raw = await proxy.post(body, path=COMPLETIONS)
+        assert b'"message":"boom"' in raw.replace(b": ", b":")
         far.paths.clear()
         status, _, raw = await proxy.post({**body, "stop": list("abcdefghi")}, path=COMPLETIONS)
         assert (status, json.loads(raw)["error"]["param"], far.paths) == (400, "stop", [])
