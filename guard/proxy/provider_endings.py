@@ -6,6 +6,7 @@ none, and passes over what it cannot read.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Mapping
@@ -32,6 +33,9 @@ SAYS_ONE = re.compile(rb'"(?:' + "|".join(NAMES).encode() + rb'|blockReason|done
 """A line that may have one. In a text, the quotes would be escaped."""
 
 UNFRAMED = re.compile(rb'"(?:' + "|".join(NAMES).encode() + rb')"\s*:\s*"([^"\\]+)"')
+
+INNER = re.compile(rb'"bytes"\s*:\s*"([A-Za-z0-9+/=]+)"')
+"""Events within events, as AWS has them."""
 
 BINARY = ("vnd.", "octet-stream", "protobuf")
 """In content types of streams that have no lines."""
@@ -112,7 +116,8 @@ class Endings:
             self._read(bytes(self._waiting).strip())
             self._waiting.clear()
             return self._found
-        words = UNFRAMED.findall(self._waiting)
+        inner = b"".join(base64.b64decode(one + b"==") for one in INNER.findall(self._waiting))
+        words = UNFRAMED.findall(inner or self._waiting)
         return {0: words[-1].decode("ascii", "replace")} if words else {}
 
     def _read(self, line: bytes) -> None:

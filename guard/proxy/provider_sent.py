@@ -2,7 +2,7 @@
 
 Owns the comparison of a request with the JSON that litellm makes of it. litellm leaves out, without a word, what it has
 no form for; so each text, name, number and choice of the client's is looked for in what is about to be sent, wherever a
-provider's form has it, and what is not there is named. Not compared is only what ``UNCOMPARED`` lists.
+provider's form has it, and what is not there is named. What is not compared is listed here, and nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ NOTED: Mapping[str, str] = {
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Of a schema: fields with schemas by name."""
 
-PROMPTS = frozenset(("messages", "contents", "content", "prompt", "input", "inputs", "system", "texts"))
+PROMPTS = frozenset(
+    (
+        *("messages", "message", "contents", "content", "prompt", "input", "inputs", "inputtext", "system", "texts"),
+        *("query", "chathistory"),
+    )
+)
 QUESTIONS = PROMPTS | {"requests", "instances"}
 """Fields of a request's JSON by which it is known for a question, and not for something that litellm wants to know."""
 
@@ -195,7 +200,8 @@ def missing(fields: Mapping[str, Any], body: bytes) -> str | None:
             continue
         try:
             lost = next(RULES.get(name, _other)(sent, name, one), None)
-        except RecursionError:
+        except (RecursionError, TypeError):
+            # No form that such a field has.
             lost = name
         if lost is not None:
             return lost
@@ -329,7 +335,7 @@ def _lost_schema(sent: Sent, value: Any, where: str) -> Iterator[str]:
         return
     for key, one in value.items():
         place = f"{where}.{key}"
-        if key in SAID_ANYWAY:
+        if key in SAID_ANYWAY or one is None:
             continue
         if key in NAMED and isinstance(one, dict):
             for name, inner in one.items():

@@ -13,7 +13,7 @@ import pytest
 
 from tests.proxy.conftest import Proxy, StartProxy
 from tests.proxy.engine import FakeEngine, running
-from tests.proxy.test_provider_media import MODELS, POLICY, listening, parts
+from tests.proxy.test_provider_media import MODELS, POLICY, listening, models_at, parts
 
 pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -66,14 +66,12 @@ def start(start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     @asynccontextmanager
     async def start() -> AsyncIterator[tuple[Proxy, list[str]]]:
         """And all bodies that reached a provider."""
-        async with running(FakeEngine()) as near, listening() as (url, bodies, _):
-            models = {
-                name: {"model": model, "api_base": url + ("/v1" if name == "mistral" else ""), "api_key_env": "FAR_KEY"}
-                for name, model in MODELS.items()
-            }
-            (tmp_path / "providers.yaml").write_text(json.dumps({"version": 1, "models": models}))
-            async with start_proxy(near, POLICY, providers=tmp_path / "providers.yaml") as proxy:
-                yield proxy, bodies
+        async with (
+            running(FakeEngine()) as near,
+            listening() as (url, bodies, _),
+            start_proxy(near, POLICY, providers=models_at(url, tmp_path)) as proxy,
+        ):
+            yield proxy, bodies
 
     return start
 
@@ -94,6 +92,7 @@ LEFT_OUT: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("anthropic", "gemini"), {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]}, "tools[0]"),
     (("anthropic", "mistral", "ollama"), {"n": 2}, "n"),
     (("anthropic", "gemini"), {"logit_bias": {"5": 1}}, "logit_bias"),
+    (("openai",), {"temperature": [1]}, "temperature"),
     (("gemini",), {"tools": [with_schema({"const": "v"})]}, "tools[0].function.parameters.properties.k.const"),
     (("gemini",), {"tools": [with_schema({"type": "string", "format": "date"})]}, "tools[0].function.parameters"),
 ]
