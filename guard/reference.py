@@ -142,6 +142,7 @@ tokens for each, but no more than its bytes |
 | tokens of a whole answer that the client left | what it asked for at most, in the field that its API reads \
 (of a chat `max_completion_tokens`, else `max_tokens`), but 4,096 for each choice if that is less |
 | tokens of a whole answer without a usage | the same, but no more than its bytes |
+| of another provider's model, tokens of an answer that came, or of a part of it | of its texts, as of a prompt's |
 | tokens of a prompt | of its texts half for each ASCII letter or space, 1 for every other byte; 8 for each \
 message; 16,384 for each picture, sound, video or file |
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from guard.proxy.provider_clients import FIRST_FAILED, Traffic, watch_clients
 from guard.proxy.provider_error import (
+    LEFT_OUT,
+    NO_FORM,
     OURS,
     SILENT,
     STRAYED,
@@ -87,9 +89,13 @@ def failure_of(error: Exception, traffic: Traffic, fields: Mapping[str, Any]) ->
         return refused(TOO_MUCH)
     if traffic.strayed is not None and not traffic.sent:
         return refused(STRAYED, "model")
+    if traffic.unsent is not None:
+        return refused(f"{traffic.unsent}: {LEFT_OUT}", traffic.unsent)
     response = traffic.response
     if response is not None and response.status_code >= FIRST_FAILED:
         return answered(response.status_code, response.headers, traffic.body())
+    if traffic.sent and response is not None and not traffic.carried:
+        return refused(NO_FORM)
     if traffic.sent and late:
         return unavailable(SILENT, 504)
     if traffic.sent:

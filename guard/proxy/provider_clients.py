@@ -10,11 +10,15 @@ from __future__ import annotations
 import contextvars
 import http.cookiejar
 import importlib
+import json
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
+
+from guard.proxy.provider_endings import Endings, endings_in
+from guard.proxy.provider_sent import missing
 
 HTTPX = ("httpx", "httpx2")
 """The same library under two names; the second is what openai's client stands on."""
@@ -23,6 +27,18 @@ HEARD_BYTES = 65_536
 
 FIRST_FAILED = 300
 """The first status that is no success."""
+
+NO_TOKENS: Mapping[str, int] = {"input_tokens": 0, "output_tokens": 0}
+UNTOLD: tuple[tuple[set[str], str, Any], ...] = (
+    ({"choices"}, "service_tier", None),
+    ({"candidates"}, "usageMetadata", {}),
+    ({"promptFeedback"}, "usageMetadata", {}),
+    ({"content", "stop_reason"}, "usage", NO_TOKENS),
+    ({"embeddings"}, "prompt_eval_count", 0),
+    ({"message", "finish_reason"}, "usage", {"tokens": NO_TOKENS, "billed_units": NO_TOKENS}),
+)
+"""Whole answers of Groq, Gemini, Anthropic, Ollama and Cohere: fields that they have, one that litellm cannot do
+without and they can, and what that is where nothing is told."""
 
 Origin = tuple[str, str | None, int | None]
 """Scheme, host and port."""
@@ -36,16 +52,26 @@ class Traffic:
     """What one request to litellm came to outside: how often something was sent, and the last answer to that.
 
     ``may_ask``: addresses of whose servers any may be asked, and no other; empty: whoever litellm asks by itself.
-    ``dry``: nothing is sent; ``sent`` counts what would have been. ``strayed``: the server that was not asked.
+    ``fields``: what the client asks, all of which is to be in what is sent. ``dry``: nothing is sent; ``sent`` counts
+    what would have been. ``strayed``: the server that was not asked; ``unsent``: the field that would have been left
+    out; ``carried``: whether a provider was asked for everything.
     """
 
-    def __init__(self, may_ask: Collection[str] = (), *, dry: bool = False) -> None:
+    def __init__(
+        self, may_ask: Collection[str] = (), fields: Mapping[str, Any] | None = None, *, dry: bool = False
+    ) -> None:
+        self._fields = fields
         self._origins = {origin_of(url) for url in may_ask}
         self._dry = dry
         self._failed: set[tuple[str, str]] = set()
         self.sent = 0
         self.strayed: str | None = None
+        self.unsent: str | None = None
+        self.carried = False
         self.response: Any = None
+        self._asking = False
+        self._answer: Any = None
+        self._endings: Endings | None = None
         self._heard: deque[bytes] = deque()
         self._size = 0
 
@@ -67,7 +93,43 @@ class Traffic:
         """That came to nothing, though somebody was there."""
         self._failed.add((method, url))
 
+    def carry(self, body: bytes) -> None:
+        """Raises ``NotSentError`` for a question that leaves something out."""
+        self._asking = False
+        if self._fields is None:
+            return
+        try:
+            self.unsent = missing(self._fields, body)
+        except ValueError:
+            return
+        if self.unsent is not None:
+            raise NotSentError
+        self._answer = self._endings = None
+        self.carried = self._asking = True
+
+    def answered(self, response: Any, *, streamed: bool) -> None:
+        self.response = response
+        if not self._asking:
+            return
+        self._answer = response
+        if streamed:
+            self._endings = Endings(response.headers.get("content-type", ""))
+            self._heard.clear()
+            self._size = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is an answer to what the client asked, and no error in its place."""
+        return self._answer is not None and self._answer.status_code < FIRST_FAILED
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the last answer is read as it comes."""
+        return self._asking and self._endings is not None
+
     def hear(self, chunk: bytes) -> None:
+        if self._endings is not None:
+            self._endings.add(chunk)
         self._heard.append(chunk)
         self._size += len(chunk)
         while self._size - len(self._heard[0]) > HEARD_BYTES:
@@ -79,19 +141,19 @@ class Traffic:
         return b"".join(self._heard)
 
     @property
-    def ended(self) -> bool | None:
-        """Whether a stream's provider said that it is at its end; None where its form has no word for that."""
-        heard = self.heard
-        if any(line.replace(b" ", b"").strip() == b"data:[DONE]" for line in heard.split(b"\n")):
-            return True
-        return b'"finishReason"' in heard if b'"candidates"' in heard else None
+    def odd(self) -> bool:
+        """Whether what was heard of a stream is none, or has a part that is none."""
+        return self._endings is not None and self._endings.odd
+
+    def endings(self, *, streamed: bool) -> dict[int, str]:
+        """How each choice of the last answer ended, in the provider's word, once all of it has come."""
+        if streamed and self._endings is not None:
+            return self._endings.found()
+        return {} if self._answer is None else endings_in(_json(_content(self._answer)))
 
     def body(self) -> bytes | None:
         """Of the last answer; None where nobody has read it."""
-        try:
-            return bytes(self.response.content)
-        except RuntimeError:
-            return None
+        return None if self.response is None else _content(self.response)
 
 
 def origin_of(url: str) -> Origin:
@@ -103,6 +165,22 @@ current: contextvars.ContextVar[Traffic | None] = contextvars.ContextVar("traffi
 
 _noted: contextvars.ContextVar[bool] = contextvars.ContextVar("noted", default=False)
 """Whether one of these libraries sends for another, which was noted."""
+
+
+def _content(response: Any) -> bytes | None:
+    """None where nobody has read it."""
+    try:
+        return bytes(response.content)
+    except RuntimeError:
+        return None
+
+
+def _json(body: bytes | None) -> Any:
+    """None for what is none."""
+    try:
+        return json.loads(body or b"")
+    except (ValueError, RecursionError):
+        return None
 
 
 def watch_clients() -> None:
@@ -148,14 +226,15 @@ def _watch_httpx(module: Any) -> None:
     def sent(client: Any, request: Any, **options: Any) -> Any:
         with _sending(request, missed) as traffic:
             response = send(client, request, **{**options, "follow_redirects": False})
-            return _answered(response, traffic)
+            return _answered(response, traffic, streamed=False)
 
     async def sent_async(client: Any, request: Any, **options: Any) -> Any:
         with _sending(request, missed) as traffic:
             response = await send_async(client, request, **{**options, "follow_redirects": False})
-            if traffic is not None and options.get("stream"):
+            _answered(response, traffic, streamed=bool(options.get("stream")))
+            if traffic is not None and traffic.is_heard:
                 response.stream = Heard(response.stream, traffic)
-            return _answered(response, traffic)
+            return response
 
     module.Client.send, module.AsyncClient.send = sent, sent_async
 
@@ -166,6 +245,8 @@ def _sending(request: Any, missed: tuple[type[Exception], ...]) -> Iterator[Traf
     # What is heard is to be read.
     request.headers["accept-encoding"] = "identity"
     traffic = _note(request.method, request.url)
+    if traffic is not None:
+        traffic.carry(request.read() if isinstance(request.stream, Iterable) else b"")
     within = _noted.set(True)
     try:
         yield traffic
@@ -187,14 +268,26 @@ def _note(method: str, url: Any) -> Traffic | None:
     return traffic
 
 
-def _answered(response: Any, traffic: Traffic | None) -> Any:
+def _answered(response: Any, traffic: Traffic | None, *, streamed: bool) -> Any:
     # Callers may follow it by hand.
     response.next_request = None
+    if response.status_code < FIRST_FAILED:
+        _fill(response)
     if traffic is not None:
-        traffic.response = response
+        traffic.answered(response, streamed=streamed)
         if response.status_code >= FIRST_FAILED:
             traffic.failed(response.request.method, str(response.request.url))
     return response
+
+
+def _fill(response: Any) -> None:
+    """A whole answer with what litellm cannot do without, such as a usage."""
+    answer = _json(_content(response))
+    if not isinstance(answer, dict):
+        return
+    for marks, name, nothing in UNTOLD:
+        if marks <= answer.keys() and name not in answer:
+            response._content = json.dumps({**answer, name: nothing}).encode()
 
 
 def _watch_aiohttp(module: Any) -> None:

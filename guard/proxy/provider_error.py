@@ -18,6 +18,7 @@ LEADS_AWAY = "the provider's address leads elsewhere, where nothing is sent"
 OURS = "the provider of this model cannot be asked"
 NO_WORDS = "the provider refused the request"
 STRAYED = "this API of the model's provider would ask an address that is not configured"
+LEFT_OUT = "the provider of this model would not get this as it is here, so nothing was sent; leave it out"
 NO_FORM = "this request has no form that the provider of this model takes"
 
 ABOUT_OUR_KEY = (401, 403)

@@ -16,6 +16,10 @@ FAILURE_HEADER = "x-guard-failure"
 PING, CHECK = "/ping", "/check"
 """The second takes a list of ``Model``, and says of each what it cannot be asked for, or null."""
 
+USAGE = b": guard-usage "
+"""Begins a comment in a stream, with what the provider has told of its usage as JSON, whether the client wants it or
+not."""
+
 
 class Model(msgspec.Struct, frozen=True):
     """``name``: for litellm. ``may_ask``: the addresses that it may be asked at; none: litellm knows one. ``via``: the

@@ -12,6 +12,7 @@ from typing import Any
 from guard.proxy.errors import InvalidRequestError
 from guard.proxy.provider_media import AS_THEY_ARE, check_media
 from guard.proxy.shown_texts import TOOL_KINDS
+from guard.proxy.wire import whole_number
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
@@ -32,6 +33,23 @@ SENT: Mapping[str, tuple[str, ...]] = {
 """The APIs that these models answer, and the fields of OpenAI's own. Nothing else goes to litellm: there a field may be
 an address, to which it would send the provider's key."""
 
+AS_CHATS = frozenset(
+    ("openai", "azure", "azure_ai", "deepseek", "gemini", "groq", "huggingface", "openrouter", "xai", "litellm_proxy")
+)
+"""Providers, by litellm's names, who are asked for chats whatever the API."""
+
+NUMBERED: Mapping[str, frozenset[str]] = {
+    CHAT: AS_CHATS | {"hosted_vllm", "together_ai", "fireworks_ai"},
+    COMPLETIONS: AS_CHATS,
+}
+"""Providers of whose streams litellm keeps which choice a text belongs to, as measured with litellm 1.108.7 by
+``tests/proxy/test_provider_answers.py``. Of others it puts all choices into one."""
+
+SPELT_OUT = frozenset(("hosted_vllm", "text-completion-openai", "together_ai", "fireworks_ai"))
+"""Providers of whose whole answers to ``/v1/completions`` litellm keeps the log probabilities. Of others, and of all
+streams, it loses them, or asks for them as no provider takes it."""
+
+LOGPROBS = "logprobs"
 METADATA = "metadata"
 """A field of OpenAI's own too, of chats; litellm takes one of this name for its own and passes it to nobody."""
 
@@ -43,6 +61,10 @@ LIMITS_OF_METADATA = (16, 64, 512)
 
 SEARCH = "web_search_options"
 FETCHED = "the provider would put into the prompt what nobody reads here"
+
+CUSTOM = "custom"
+GET_CUSTOM = AS_THEY_ARE | {"azure_ai", "mistral", "ollama_chat", "ollama"}
+"""Providers, by litellm's names, for whom it has a form of tools that take a text."""
 
 MAX_WRITTEN_OUT = 100_000
 """Values that all references in a request's schemas stand for together; 32 characters of a text count as one more. For
@@ -59,7 +81,7 @@ def check_request(path: str, fields: Mapping[str, Any], provider: str) -> None:
     not get, since a silence there is no answer; for what it would fetch by itself; and for schemas without bound."""
     if path not in SENT:
         raise InvalidRequestError(f"another provider serves this model: ask it by {', '.join(SENT)}", "model")
-    _check_fetches_nothing(fields)
+    _check_tools(provider, fields)
     check_media(provider, fields)
     beside = {METADATA} if path == CHAT and provider in KEEP_METADATA else set()
     if unknown := sorted(fields.keys() - {*SENT[path], *beside, "model"}):
@@ -67,7 +89,17 @@ def check_request(path: str, fields: Mapping[str, Any], provider: str) -> None:
         raise InvalidRequestError(f"{name} is not passed to the other provider that serves this model", name)
     if fields.get(METADATA) is not None:
         _check_metadata(fields[METADATA])
+    _check_answer(path, fields, provider)
     _check_schemas(fields, recursive=provider in AS_THEY_ARE)
+
+
+def _check_answer(path: str, fields: Mapping[str, Any], provider: str) -> None:
+    """Raises ``InvalidRequestError`` for what litellm loses of answers."""
+    streamed = fields.get("stream") is True
+    if streamed and (whole_number(fields.get("n")) or 1) > 1 and provider not in NUMBERED.get(path, ()):
+        raise InvalidRequestError("n: in streams of this API and provider, choices would be mixed into one", "n")
+    if path == COMPLETIONS and fields.get(LOGPROBS) is not None and (streamed or provider not in SPELT_OUT):
+        raise InvalidRequestError("logprobs are lost in such answers of this API and provider", LOGPROBS)
 
 
 def arguments(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +110,7 @@ def arguments(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check_fetches_nothing(fields: Mapping[str, Any]) -> None:
+def _check_tools(provider: str, fields: Mapping[str, Any]) -> None:
     if fields.get(SEARCH) is not None:
         raise InvalidRequestError(f"{SEARCH}: {FETCHED}", SEARCH)
     tools = fields.get("tools")
@@ -86,6 +118,9 @@ def _check_fetches_nothing(fields: Mapping[str, Any]) -> None:
         if not isinstance(tool, dict) or tool.get("type") not in TOOL_KINDS:
             where = f"tools[{i}]"
             raise InvalidRequestError(f"{where} must be of type {' or '.join(TOOL_KINDS)}: {FETCHED}", where)
+        if tool["type"] == CUSTOM and provider not in GET_CUSTOM:
+            where = f"tools[{i}]"
+            raise InvalidRequestError(f"{where}: tools of type {CUSTOM} do not reach models of {provider}", where)
 
 
 def _check_metadata(given: Any) -> None:

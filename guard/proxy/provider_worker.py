@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,10 +30,10 @@ from guard.proxy.provider_call import Caller, chunks_of, failure_of, litellm_cal
 from guard.proxy.provider_clients import Traffic, current
 from guard.proxy.provider_error import Failure, error_in_stream
 from guard.proxy.provider_keys import FrameKeys, Keys, hide_in_answer, keys_in
-from guard.proxy.provider_link import CHECK, FAILURE_HEADER, MODEL_HEADER, PING, Model
+from guard.proxy.provider_link import CHECK, FAILURE_HEADER, MODEL_HEADER, PING, USAGE, Model
 from guard.proxy.provider_request import SENT
 from guard.proxy.provider_trial import cannot_be_asked
-from guard.proxy.wire import DATA, DONE, compact
+from guard.proxy.wire import DATA, DONE, compact, whole_number
 
 log = logging.getLogger("guard.providers")
 
@@ -84,17 +84,22 @@ class Answers:
         model = msgspec.json.decode(request.headers[MODEL_HEADER], type=Model)
         keys = self._keys_of(model)
         fields = json.loads(await request.read())
-        traffic = Traffic(model.may_ask)
+        traffic = Traffic(model.may_ask, fields)
         current.set(traffic)
         result = None
         try:
             result = await self._caller.ask(request.path, fields, model)
-            if fields.get("stream") is not True:
-                whole = whole_answer(result, fields["model"], request.path)
-                hide_in_answer(keys, whole)
-                return web.Response(body=compact(whole), content_type="application/json")
-            source = await opened(result)
-            return await _stream(request, source, fields, keys, traffic)
+            if fields.get("stream") is True:
+                chunks = chunks_of(await opened(result))
+                # For some, litellm sends nothing before it is asked for an answer's first piece.
+                first = None if traffic.carried else await _first(chunks, traffic)
+                _check_carried(traffic)
+                return await _stream(request, first, chunks, fields, keys, traffic)
+            _check_carried(traffic)
+            endings = traffic.endings(streamed=False)
+            whole = whole_answer(result, fields["model"], request.path, endings)
+            hide_in_answer(keys, whole)
+            return web.Response(body=compact(whole), content_type="application/json")
         except Exception as error:
             failure = failure_of(error, traffic, fields)
             if traffic.strayed is not None and not traffic.sent:
@@ -107,33 +112,69 @@ class Answers:
             await _close(result)
 
 
+def _check_carried(traffic: Traffic) -> None:
+    """Raises ``OddAnswerError`` for an answer to something else than was asked."""
+    if not traffic.carried:
+        raise OddAnswerError
+
+
+async def _first(chunks: AsyncIterator[Any], traffic: Traffic) -> Any:
+    """A stream's first piece, None where it has none; the error of one that had begun."""
+    try:
+        return await anext(chunks, None)
+    except Exception as error:
+        if traffic.has_begun:
+            return error
+        raise
+
+
 async def _stream(
-    request: web.Request, source: Any, fields: Mapping[str, Any], keys: Keys, traffic: Traffic
+    request: web.Request,
+    first: Any,
+    rest: AsyncIterator[Any],
+    fields: Mapping[str, Any],
+    keys: Keys,
+    traffic: Traffic,
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
     options = fields.get("stream_options")
     usage = isinstance(options, dict) and options.get("include_usage") is True
-    chunks, frames = Chunks(fields["model"], request.path, usage=usage), FrameKeys(keys)
+    chunks = Chunks(fields["model"], request.path, choices=whole_number(fields.get("n")) or 1, usage=usage)
+    frames = FrameKeys(keys)
     await response.prepare(request)
     try:
-        async for chunk in chunks_of(source):
-            if (told := chunks.add(chunk)) is not None:
-                await _write(response, *frames.add(told))
-        if error_in_stream(traffic.heard) is not None:
+        if isinstance(first, Exception):
+            raise first
+        if first is not None:
+            await _pass(first, chunks, frames, response)
+        async for one in rest:
+            await _pass(one, chunks, frames, response)
+        endings = traffic.endings(streamed=True)
+        if traffic.odd or error_in_stream(traffic.heard) is not None:
             # litellm passes over some.
             raise OddAnswerError
-        for told in chunks.end(marked=traffic.ended):
+        for told in chunks.end(endings):
             await _write(response, *frames.add(told))
         await _write(response, *frames.rest())
-        await response.write(DATA + b" " + DONE + b"\n\n")
+        await response.write(_told(chunks) + DATA + b" " + DONE + b"\n\n")
     except Exception:
         # What waits may be half of a key. Without a mark of the end, whoever reads here sees that it broke off.
+        await response.write(_told(chunks))
         if (error := error_in_stream(traffic.heard)) is not None:
             told = {"message": "", "type": "server_error", "param": None, "code": None} | error
             keys.hide_in(told)
             await _write(response, {"error": told})
     await response.write_eof()
     return response
+
+
+def _told(chunks: Chunks) -> bytes:
+    return USAGE + compact({"usage": chunks.told}) + b"\n\n"
+
+
+async def _pass(chunk: Any, chunks: Chunks, frames: FrameKeys, response: web.StreamResponse) -> None:
+    if (told := chunks.add(chunk)) is not None:
+        await _write(response, *frames.add(told))
 
 
 async def _write(response: web.StreamResponse, *frames: dict[str, Any]) -> None:

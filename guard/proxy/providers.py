@@ -12,10 +12,11 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -32,13 +33,15 @@ from guard.proxy.errors import (
 )
 from guard.proxy.provider_error import OURS
 from guard.proxy.provider_file import ProviderModel, read_providers
-from guard.proxy.provider_link import FAILURE_HEADER, MODEL_HEADER, Model
+from guard.proxy.provider_link import FAILURE_HEADER, MODEL_HEADER, USAGE, Model
 from guard.proxy.provider_process import FROM_PROCESS, LOST, ProviderProcess, State
 from guard.proxy.provider_request import check_request
 from guard.proxy.wire import Texts
 from guard.settings import SettingsError
 
 log = logging.getLogger("guard.providers")
+
+Count = Callable[[Any], None]
 
 UNREAD = "another provider serves this model, and nothing inside it can be read"
 
@@ -130,12 +133,12 @@ class Providers:
 
     @asynccontextmanager
     async def ask(
-        self, path: str, request: GuardedRequest[Texts], via: str, threads: TextThreads
+        self, path: str, request: GuardedRequest[Texts], via: str, threads: TextThreads, count: Count
     ) -> AsyncIterator[asyncio.Task[Answer]]:
         """As ``Upstream.ask``, of a model that is here. ``via``: the guards that the request came through. ``threads``:
-        for a long body."""
+        for a long body. ``count``: gets what a stream tells of its usage."""
         asked = _Asked()
-        opening = asyncio.create_task(self._open(path, request, via, threads, asked))
+        opening = asyncio.create_task(self._open(path, request, via, threads, count, asked))
         try:
             yield opening
         finally:
@@ -144,7 +147,13 @@ class Providers:
             asked.leave()
 
     async def _open(
-        self, path: str, request: GuardedRequest[Texts], via: str, threads: TextThreads, asked: _Asked
+        self,
+        path: str,
+        request: GuardedRequest[Texts],
+        via: str,
+        threads: TextThreads,
+        count: Count,
+        asked: _Asked,
     ) -> Answer:
         model = self._models[request.model]
         check = partial(check_request, path, request.fields, model.provider)
@@ -166,7 +175,7 @@ class Providers:
             # Not by ``provider_worker``: the server that it runs in.
             raise UpstreamLostError(LOST)
         if response.status == 200 and response.content_type == "text/event-stream":
-            return StreamedAnswer(_Reply(response))
+            return _Stream(_Reply(response), count)
         if failure in ("refused", "unavailable"):
             with upstream_errors(FROM_PROCESS):
                 error = json.loads(await response.read())["error"]
@@ -190,6 +199,18 @@ class _Asked:
         """Ends the request, if it has not ended: the provider stops generating."""
         if self.response is not None:
             self.response.close()
+
+
+class _Stream(StreamedAnswer):
+    def __init__(self, response: _Reply, count: Count) -> None:
+        super().__init__(response)
+        self._count = count
+
+    def _sorted(self, frames: list[bytes]) -> list[bytes]:
+        told = [frame for frame in frames if frame.startswith(USAGE)]
+        for frame in told:
+            self._count(json.loads(frame.removeprefix(USAGE)))
+        return super()._sorted([frame for frame in frames if not frame.startswith(USAGE)] if told else frames)
 
 
 class _Reply:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 from detectors.isolated import IsolatedText
 from detectors.model_config import ModelConfigError
@@ -30,7 +31,7 @@ from guard.proxy.loops import Hops
 from guard.proxy.providers import UNREAD, Providers
 from guard.proxy.refusals import Refusals
 from guard.proxy.upstream import Upstream
-from guard.proxy.usage import expect
+from guard.proxy.usage import count_event, expect
 from guard.proxy.wire import Texts
 from guard.proxy.wire_choices import chat_form, completions_form
 from guard.proxy.wire_messages import messages_form
@@ -163,11 +164,11 @@ class Services:
         if not elsewhere and not self.settings.upstream:
             raise ModelNotFoundError("no such model; GET /v1/models lists them", "model")
         exchange.record.provider = self.providers.provider_of(request.model) if elsewhere else ENGINE
-        expect(exchange.record, request, exchange.sent)
+        expect(exchange.record, request, exchange.sent, elsewhere=elsewhere)
         exchange.sent = request
         if elsewhere:
             threads = self.threads.of(exchange.caller.key_hash)
-            return self.providers.ask(route, request, exchange.via, threads)
+            return self.providers.ask(route, request, exchange.via, threads, partial(count_event, exchange.record))
         return self.upstream.ask(
             route,
             request.to_json(spec),

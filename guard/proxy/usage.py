@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from guard.mia.results import Readouts
@@ -29,6 +29,9 @@ SAYS = re.compile(
     rb'\s*:\s*"[^"]'
 )
 """In a frame of any API: a part of an answer that is not empty. In a text, the quotes would be escaped."""
+
+NOT_SAID = frozenset(("role", "type", "id", "index", "finish_reason", "logprobs"))
+"""Fields of a choice that are no words of the answer."""
 
 PER_MESSAGE = 8
 """Tokens that a template puts around a message, about."""
@@ -81,7 +84,8 @@ def count_whole(record: RequestRecord, body: bytes) -> None:
     prompt, completion = _usage_in(places)
     record.prompt_tokens = record.prompt_tokens if prompt is None else prompt
     record.completion_tokens, record.complete = completion, True
-    record.most_completion_tokens = min(record.most_completion_tokens, len(body))
+    of_text = not record.most_frame_tokens
+    record.most_completion_tokens = said_tokens(value) if of_text else min(record.most_completion_tokens, len(body))
 
 
 def count_event(record: RequestRecord, value: Any) -> None:
@@ -100,11 +104,16 @@ def count_frame(record: RequestRecord, raw: bytes) -> None:
     record.seen_tokens += SAYS.search(raw) is not None
     if record.frames and b'"usage"' not in raw:
         return
-    data = b"\n".join(line[len(b"data:") :] for line in raw.split(b"\n") if line.startswith(b"data:"))
+    count_event(record, _data(raw))
+
+
+def _data(raw: bytes) -> Any:
+    """What an event says; None for what is no JSON."""
+    lines = b"\n".join(line[len(b"data:") :] for line in raw.split(b"\n") if line.startswith(b"data:"))
     try:
-        count_event(record, json.loads(data))
+        return json.loads(lines)
     except (ValueError, RecursionError):
-        return
+        return None
 
 
 def count_readouts(record: RequestRecord, readouts: Sequence[Readouts]) -> None:
@@ -115,22 +124,57 @@ def count_readouts(record: RequestRecord, readouts: Sequence[Readouts]) -> None:
 
 def came(record: RequestRecord, raw: bytes) -> None:
     """One more frame of a stream. It has about one token, or as many as the client had the engine put into one, but no
-    more than bytes."""
+    more than bytes. Another provider's has as many as its text."""
     record.frames += 1
-    record.frame_tokens += min(record.most_frame_tokens, len(raw))
+    of_text = not record.most_frame_tokens
+    record.frame_tokens += said_tokens(_data(raw)) if of_text else min(record.most_frame_tokens, len(raw))
 
 
-def expect(record: RequestRecord, request: GuardedRequest[Texts], before: GuardedRequest[Texts] | None = None) -> None:
+def said_tokens(value: Any) -> int:
+    """At most, of what the choices of an answer say, or those of a frame."""
+    choices = value.get("choices") if isinstance(value, dict) else None
+    return text_tokens(_said(choices))
+
+
+def _said(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in NOT_SAID:
+                yield from _said(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _said(inner)
+    elif isinstance(value, str):
+        yield value
+
+
+def text_tokens(texts: Iterable[str]) -> int:
+    """At most, of texts."""
+    encoded = [text.encode("utf-8", "backslashreplace") for text in texts]
+    whole = sum(len(text.translate(None, HALF_TOKENS)) for text in encoded)
+    half = sum(len(text) for text in encoded) - whole
+    return whole + -(-half // 2)
+
+
+def expect(
+    record: RequestRecord,
+    request: GuardedRequest[Texts],
+    before: GuardedRequest[Texts] | None = None,
+    *,
+    elsewhere: bool = False,
+) -> None:
     """A request is sent to a model server: until its answer tells more, this is what it may use. What whole answers
     before it used, which a policy did not want, stays charged. ``before``: what was sent last; of another prompt, or
-    for another model, its tokens say nothing."""
+    for another model, its tokens say nothing. ``elsewhere``: to another provider, whose frames have any number of
+    tokens."""
     if record.complete:
         record.earlier_tokens = record.tokens
     if before is not None and before is not request:
         record.prompt_tokens = None
     record.completion_tokens, record.complete = None, False
     record.frames, record.frame_tokens, record.seen_tokens = 0, 0, 0
-    record.most_frame_tokens = max(1, whole_number(request.fields.get("stream_interval")) or 1)
+    interval = max(1, whole_number(request.fields.get("stream_interval")) or 1)
+    record.most_frame_tokens = 0 if elsewhere else interval
     record.answered_by = None
     # Of a stream what came is known, frame by frame; an embedding generates nothing.
     record.most_completion_tokens = 0
@@ -167,12 +211,10 @@ def most_completion_tokens(form: Form, fields: dict[str, Any]) -> int:
 
 def most_prompt_tokens(request: GuardedRequest[Texts]) -> int:
     """Of the texts, of pictures and the like, and of prompts that are given as tokens."""
-    texts = [text.encode("utf-8", "backslashreplace") for _, _, text in request.texts]
-    whole = sum(len(text.translate(None, HALF_TOKENS)) for text in texts)
-    half = sum(len(text) for text in texts) - whole
+    texts = text_tokens(text for _, _, text in request.texts)
     tokens = sum(1 for name in ("prompt", "input") for _ in _integers(request.fields.get(name)))
     media = PER_MEDIUM * media_in(request.fields)
-    return whole + -(-half // 2) + tokens + media + PER_MESSAGE * len(request.roles)
+    return texts + tokens + media + PER_MESSAGE * len(request.roles)
 
 
 def _integers(value: Any) -> Iterator[int]:

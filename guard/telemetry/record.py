@@ -105,7 +105,8 @@ class RequestRecord:
     those that the model server read and generated, whatever the client got of them, None while unknown; ``complete``:
     its answer came to its end; ``earlier_tokens``: of answers before; ``most_``: charged for what stays unknown.
     ``frames``: of a streamed answer, that came; ``frame_tokens``: their tokens at most, of which each has
-    ``most_frame_tokens`` at most; ``seen_tokens``: those that say something, where each has one token.
+    ``most_frame_tokens`` at most, 0 for as many as their text; ``seen_tokens``: those that say something, where each
+    has one token.
     ``held_s``: longest time that rules kept a part of a stream back.
     ``window_passes``: how many windows of the prompt were read once more, and how long that took.
     ``prompt_way``: how the decision on the prompt is carried out.
@@ -174,7 +175,8 @@ class RequestRecord:
     @property
     def tokens(self) -> int:
         """Of prompt and answer, as limits count them, with those of answers that a policy had generated again. What
-        nobody told is bounded: a stream has about one for each frame that came, a whole answer what it might have."""
+        nobody told is bounded: a stream has about one for each frame that came, a whole answer what it might have;
+        another provider's has as many as its text."""
         prompt = self.most_prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
         completion = self.generated_tokens or 0
         if not self.complete or self.completion_tokens is None:

@@ -38,13 +38,14 @@ Event = Literal["ok", "missing", "garbled", "not_json", "dropped", "empty"]
 class FakeEngine:
     """``logit``: what the hidden state holds for a probe of weight 1. Delays in seconds; None never ends.
 
-    ``scripts``: the answer's words, one script a request, the last for all others; ``frames`` and ``body`` are a stream
-    and a whole answer as they are. ``final_logits``: what each request's answer held, in turn, at its one token.
-    ``progress``: what h_node's state was at each word of a stream, sent behind it; None sends nothing there.
-    ``pass_state``: the state of every second pass, which ``passes`` counts; None refuses them. ``window_logits``: as
-    ``logit``, of windows that have a word in them; None refuses these; ``windows`` are all. Words are tokens for
-    ``/tokenize``; ``token_rows``: how many of them one look inside may read at once. ``probes``: what it says that it
-    was started with, and refuses all others of; None: it has no route that says so.
+    ``scripts``: the answer's words, one script a request, the last for all others; ``finish``: how a stream says that
+    it ended, None where it does not; ``frames`` and ``body`` are a stream and a whole answer as they are.
+    ``final_logits``: what each request's answer held, in turn, at its one token. ``progress``: what h_node's state was
+    at each word of a stream, sent behind it; None sends nothing there. ``pass_state``: the state of every second pass,
+    which ``passes`` counts; None refuses them. ``window_logits``: as ``logit``, of windows that have a word in them;
+    None refuses these; ``windows`` are all. Words are tokens for ``/tokenize``; ``token_rows``: how many of them one
+    look inside may read at once. ``probes``: what it says that it was started with, and refuses all others of; None: it
+    has no route that says so.
     """
 
     logit: float = -5.0
@@ -56,6 +57,7 @@ class FakeEngine:
     word_delay_s: float = 0.0
     break_after_words: int | None = None
     leave_out_done: bool = False
+    finish: str | None = None
     garbled_envelope: bool = False
     error: tuple[int, dict[str, Any], dict[str, str]] | None = None
     later_error: int | None = None
@@ -302,6 +304,9 @@ class FakeEngine:
             await response.write(
                 b"data: " + json.dumps({"object": EVENT_OBJECT, "readouts": finals}).encode() + b"\n\n"
             )
+        if self.finish is not None:
+            end = json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": self.finish}]})
+            await response.write(f"data: {end}\n\n".encode())
         if not self.leave_out_done:
             await response.write(b"data: [DONE]\n\n")
         return response

@@ -11,9 +11,10 @@ from typing import Any
 import openai
 import pytest
 
+from guard.proxy.provider_request import CHAT, COMPLETIONS, NUMBERED
 from tests.proxy.conftest import Proxy, StartProxy
 from tests.proxy.engine import FakeEngine
-from tests.proxy.far import ELSEWHERE, KEY, MODELS, OPENAIS, Far, chunk, far_away, stream
+from tests.proxy.far import ELSEWHERE, ENDS, KEY, MODELS, MORE, OPENAIS, Far, chunk, event, far_away, stream, whole
 
 pytest.importorskip("litellm", reason="needs litellm: pip install 'mia-guard[litellm]'")
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -91,6 +92,47 @@ async def test_every_choice_of_a_stream_ends_as_the_provider_said(start: Any, pr
         assert [(one[0].function.name, one[0].function.arguments) for one in calls if one] == [("f", "{}")] * 2
 
 
+def interleaved(provider: str, as_chat: bool) -> list[bytes]:
+    """Two choices, word by word in turn."""
+    words = [(i, word) for word in ("a ", "b ", "c") for i in (0, 1)]
+    ends = [(0, "stop"), (1, "length")]
+    if provider == "gemini":
+        told = [{"index": i, "content": {"parts": [{"text": f"{i}{word}"}], "role": "model"}} for i, word in words]
+        told += [{"index": i, "finishReason": {"stop": "STOP"}.get(end, "MAX_TOKENS")} for i, end in ends]
+        return [event({"candidates": [one]}) for one in told]
+    if as_chat:
+        frames = [chunk(i, {"content": f"{i}{word}"}) for i, word in words] + [chunk(i, {}, end) for i, end in ends]
+    else:
+        pieces = [{"index": i, "text": f"{i}{word}", "finish_reason": None} for i, word in words]
+        pieces += [{"index": i, "text": "", "finish_reason": end} for i, end in ends]
+        frames = [event({"id": "c", "object": "text_completion", "choices": [one]}) for one in pieces]
+    return [*frames, b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_choice_keeps_its_number_or_several_are_refused(start: Any, path: str) -> None:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
+    async with start() as (proxy, far):
+        for provider in {**MODELS, **MORE}:
+            keeps = provider in NUMBERED[path]
+            far.frames = interleaved(provider, path == CHAT or keeps)
+            body = {"model": provider, **prompt, "n": 2, "stream": True}
+            status, _, raw = await proxy.post(body, path=path)
+            if not keeps:
+                assert (status, json.loads(raw)["error"]["param"]) == (400, "n"), provider
+                # Nor are choices that nobody asked for mixed into one.
+                status, _, raw = await proxy.post({**body, "n": 1}, path=path)
+                assert b"upstream_unavailable" in raw, provider
+                continue
+            frames = [json.loads(one[6:]) for one in raw.decode().strip().split("\n\n") if one != "data: [DONE]"]
+            choices = [choice for one in frames for choice in one["choices"]]
+            for i in (0, 1):
+                mine = [one for one in choices if one["index"] == i]
+                texts = [one.get("text") or one.get("delta", {}).get("content") or "" for one in mine]
+                assert "".join(texts) == f"{i}a {i}b {i}c", provider
+            assert endings(frames) == [(0, "stop"), (1, "length")], provider
+
+
 @pytest.mark.parametrize("provider", MODELS)
 async def test_a_stream_is_whole_or_ends_with_an_error(start: Any, provider: str) -> None:
     async with start() as (proxy, far):
@@ -105,7 +147,142 @@ async def test_a_stream_is_whole_or_ends_with_an_error(start: Any, provider: str
         assert frames[-1]["error"]["message"] == "the model server's answer broke off"
         entries = await proxy.entries(2)
     assert [one["outcome"] for one in entries] == ["completed", "upstream_broken"]
-    assert [(one["tokens"]["prompt"], one["tokens"]["completion"]) for one in entries] == [(None, 2), (None, 1)]
+    assert [(one["tokens"]["prompt"], one["tokens"]["completion"]) for one in entries] == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_a_stream_is_charged_by_what_the_provider_tells_or_by_its_text(start: Any, provider: str) -> None:
+    # Two letters or spaces have a token at most; so does the prompt, with 8 for its message.
+    text, prompt = "word " * 200, 9
+    async with start() as (proxy, far):
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            far.frames = stream(provider, *[text] * 5, usage=(7, 3000))
+            frames = await streamed(proxy, provider, **options)
+            told = [one["usage"]["completion_tokens"] for one in frames if one.get("usage")]
+            assert (told, said(frames)) == ([3000] if options else [], text * 5)
+        for far.frames in (stream(provider, *[text] * 5), stream(provider, *[text] * 5, ends=False)):
+            await streamed(proxy, provider)
+        far.frames, far.body = [], whole(provider, text * 5, ENDS.get(provider, "stop"))
+        status, _, body = await asked(proxy, provider)
+        assert (status, "usage" in json.loads(body)) == (200, False)
+        entries = await proxy.entries(5)
+    tokens = [(one["tokens"]["prompt"], one["tokens"]["completion"], one["tokens"]["charged"]) for one in entries]
+    assert tokens == [(7, 3000, 3007)] * 2 + [(None, None, 2500 + prompt)] * 3
+
+
+WORDS = {"stop": "stop", "length": "length", "content_filter": "content_filter", "abort": "abort", "error": "error"}
+WORDS["insufficient_system_resource"] = "insufficient_system_resource"
+ENDINGS = {
+    "anthropic": {
+        **{"end_turn": "stop", "max_tokens": "length", "refusal": "content_filter", "pause_turn": "pause_turn"},
+        "model_context_window_exceeded": "length",
+    },
+    "gemini": {
+        **{"STOP": "stop", "MAX_TOKENS": "length", "SAFETY": "content_filter", "RECITATION": "content_filter"},
+        **{"PROHIBITED_CONTENT": "content_filter", "OTHER": "OTHER", "A_NEW_ONE": "A_NEW_ONE"},
+        "MALFORMED_FUNCTION_CALL": "MALFORMED_FUNCTION_CALL",
+    },
+    "ollama_chat": {"stop": "stop", "length": "length", "unload": "unload"},
+}
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_an_ending_is_what_the_provider_called_it(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        for word, meant in ENDINGS.get(provider, WORDS).items():
+            far.frames, far.body = stream(provider, "a ", "b", finish=word), whole(provider, "a b", word)
+            frames = await streamed(proxy, provider)
+            assert (said(frames), endings(frames)) == ("a b", [(0, meant)]), word
+            far.frames = []
+            status, _, body = await asked(proxy, provider)
+            choice = json.loads(body)["choices"][0]
+            assert (status, choice["finish_reason"]) == (200, meant), word
+            # Of what Gemini filters litellm leaves out the rest.
+            assert choice["message"].get("content", "a b") == "a b"
+
+
+@pytest.mark.parametrize("provider", MODELS)
+async def test_what_did_not_end_or_is_no_stream_never_becomes_a_whole_answer(start: Any, provider: str) -> None:
+    word = ENDS.get(provider, "stop")
+    one, *others = stream(provider, "a ", "b", finish=word)
+    odd = {"without an ending": stream(provider, "a ", "b", finish="")}
+    odd["no JSON"] = [one, b'data: {"choices": [\n\n', *others]
+    odd["a page"] = [one, b"<html>\n", *others]
+    if provider != "ollama_chat":
+        # Of Ollama a line of a stream has the form of a whole answer.
+        odd["a whole answer"] = [json.dumps(whole(provider, "a b", word)).encode()]
+        odd["one on many lines"] = [json.dumps(whole(provider, "a b", word), indent=1).encode()]
+    async with start() as (proxy, far):
+        for name, far.frames in odd.items():
+            status, _, body = await asked(proxy, provider, stream=True)
+            assert "upstream_unavailable" in body, name
+            assert "[DONE]" not in body, name
+            assert 'finish_reason":"' not in body, name
+        far.frames, far.body = [], whole(provider, "a b", None)
+        status, _, body = await asked(proxy, provider)
+        assert (status, json.loads(body)["error"]["code"]) == (502, "upstream_unavailable")
+
+
+async def test_a_stream_of_completions_ends_as_one_of_chats(start: Any) -> None:
+    def piece(provider: str, text: str, finish: str | None = None) -> bytes:
+        said = {"text": text} if provider == "hosted_vllm" else {"delta": {"content": text}}
+        return event({"id": "c", "choices": [{"index": 0, **said, "finish_reason": finish}]})
+
+    done = b"data: [DONE]\n\n"
+    async with start() as (proxy, far):
+        for provider in ("hosted_vllm", "openai"):
+            body = {"model": provider, "prompt": "hi", "stream": True}
+            for word in ("length", "abort"):
+                far.frames = [piece(provider, "a "), piece(provider, "", word), done]
+                _, _, raw = await proxy.post(body, path=COMPLETIONS)
+                frames = [json.loads(one[6:]) for one in raw.decode().strip().split("\n\n")[:-1]]
+                assert "".join(one["choices"][0]["text"] for one in frames) == "a "
+                assert endings(frames) == [(0, word)]
+            whole_ = event({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}).removeprefix(b"data: ")
+            for far.frames in ([piece(provider, "a ")], [piece(provider, "a "), done], [whole_]):
+                _, _, raw = await proxy.post(body, path=COMPLETIONS)
+                assert b"upstream_unavailable" in raw, (provider, far.frames)
+                assert b'"stop"' not in raw, (provider, far.frames)
+            far.paths.clear()
+            status, _, raw = await proxy.post({**body, "logprobs": 2}, path=COMPLETIONS)
+            assert (status, json.loads(raw)["error"]["param"], far.paths) == (400, "logprobs", [])
+
+
+@pytest.mark.parametrize("provider", [*MODELS, *(name for name in MORE if name != "ollama")])
+async def test_a_whole_answer_is_read_whatever_is_not_told_beside_it(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        far.body = whole(provider, "a b", ENDS.get(provider, "stop"))
+        far.body.pop("usage", None)
+        status, _, body = await asked(proxy, provider)
+        assert status == 200
+        assert json.loads(body)["choices"][0]["message"]["content"] == "a b"
+        assert "usage" not in json.loads(body)
+
+
+@pytest.mark.parametrize("provider", OPENAIS)
+async def test_our_key_leaves_in_no_text_that_others_come_between(start: Any, provider: str) -> None:
+    async with start() as (proxy, far):
+        calls = [{"index": i, "id": f"c{i}", "function": {"name": f"f{i}s", "arguments": ""}} for i in (0, 1)]
+        far.frames = [chunk(0, {"tool_calls": [one]}) for one in calls]
+        for letter in f"{KEY}, s":
+            for delta in ({"content": letter}, {"reasoning_content": letter}):
+                far.frames.append(chunk(0, delta))
+            for i in (0, 1):
+                far.frames.append(chunk(0, {"tool_calls": [{"index": i, "function": {"arguments": letter}}]}))
+        far.frames += [chunk(0, {}, "tool_calls"), b"data: [DONE]\n\n"]
+        frames = await streamed(proxy, provider)
+        deltas = [choice["delta"] for one in frames for choice in one["choices"]]
+        for name in ("content", "reasoning_content"):
+            assert "".join(delta.get(name) or "" for delta in deltas) == "[key], s"
+        told = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+        for i in (0, 1):
+            functions = [call["function"] for call in told if call["index"] == i]
+            assert "".join(one.get("arguments") or "" for one in functions) == "[key], s"
+            # A name is not put together from many frames by all clients.
+            assert functions[0]["name"] == f"f{i}s"
+        # Whatever the text is, no more than the beginning of a key waits.
+        far.frames = [chunk(0, {"content": "s"}) for _ in range(3000)] + stream(provider, "!")
+        assert said(await streamed(proxy, provider)) == "s" * 3000 + "!"
 
 
 @pytest.mark.parametrize("provider", MODELS)
@@ -166,6 +343,20 @@ async def test_a_busy_provider_is_told_with_when_to_come_back(start: Any, provid
                 got, headers, body = await asked(proxy, provider, **fields)
                 assert (got, headers["retry-after"]) == (status, "7")
                 assert json.loads(body)["error"]["message"] == "slow down"
+
+
+async def test_a_stream_that_litellm_asks_for_late_has_a_status_too(start: Any) -> None:
+    async with start() as (proxy, far):
+        far.status, far.body = 429, {"error": {"message": "slow down"}}
+        body = {"model": "hosted_vllm", "prompt": "hi", "stream": True}
+        status, _, raw = await proxy.post(body, path=COMPLETIONS)
+        assert (status, json.loads(raw)["error"]["message"]) == (429, "slow down")
+        far.frames = [event({"error": {"message": "boom", "type": "t", "code": 7}}), b"data: [DONE]\n\n"]
+        _, _, raw = await proxy.post(body, path=COMPLETIONS)
+        assert b'"message":"boom"' in raw.replace(b": ", b":")
+        far.paths.clear()
+        status, _, raw = await proxy.post({**body, "stop": list("abcdefghi")}, path=COMPLETIONS)
+        assert (status, json.loads(raw)["error"]["param"], far.paths) == (400, "stop", [])
 
 
 @pytest.mark.parametrize("provider", MODELS)

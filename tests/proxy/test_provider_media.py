@@ -86,6 +86,17 @@ async def listening() -> AsyncIterator[tuple[str, list[str], list[str]]]:
         await runner.cleanup()
 
 
+def models_at(url: str, folder: Path) -> Path:
+    """The file that lists ``MODELS`` there."""
+    models = {
+        name: {"model": model, "api_base": url + ("/v1" if name == "mistral" else ""), "api_key_env": "FAR_KEY"}
+        for name, model in MODELS.items()
+    }
+    path = folder / "providers.yaml"
+    path.write_text(json.dumps({"version": 1, "models": models}))
+    return path
+
+
 def test_every_provider_of_the_table_is_measured() -> None:
     assert MODELS.keys() - AS_THEY_ARE == ONLY.keys()
 
@@ -94,24 +105,22 @@ async def test_what_a_provider_would_not_get_is_refused_and_nothing_is_fetched(
     start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAR_KEY", "k")
-    async with running(FakeEngine()) as near, listening() as (url, bodies, fetched):
-        models = {
-            name: {"model": model, "api_base": url + ("/v1" if name == "mistral" else ""), "api_key_env": "FAR_KEY"}
-            for name, model in MODELS.items()
-        }
-        (tmp_path / "providers.yaml").write_text(json.dumps({"version": 1, "models": models}))
-        async with start_proxy(near, POLICY, providers=tmp_path / "providers.yaml") as proxy:
+    async with (
+        running(FakeEngine()) as near,
+        listening() as (url, bodies, fetched),
+        start_proxy(near, POLICY, providers=models_at(url, tmp_path)) as proxy,
+    ):
 
-            async def told(provider: str, number: int, kind: str) -> tuple[str, int, str, str]:
-                # As many bytes as base64 takes at once, so that it is spelt alike everywhere.
-                mark = f"MARK{number:08}"
-                part = parts(url, mark)[kind]
-                message = {"role": "user", "content": [{"type": "text", "text": "hi"}, part]}
-                status, _, raw = await proxy.post({"model": provider, "messages": [message]})
-                return f"{provider}: {kind}", status, raw.decode(), mark
+        async def told(provider: str, number: int, kind: str) -> tuple[str, int, str, str]:
+            # As many bytes as base64 takes at once, so that it is spelt alike everywhere.
+            mark = f"MARK{number:08}"
+            part = parts(url, mark)[kind]
+            message = {"role": "user", "content": [{"type": "text", "text": "hi"}, part]}
+            status, _, raw = await proxy.post({"model": provider, "messages": [message]})
+            return f"{provider}: {kind}", status, raw.decode(), mark
 
-            asked = [(provider, kind) for provider in MODELS for kind in parts(url, "")]
-            answers = await asyncio.gather(*(told(one, i, kind) for i, (one, kind) in enumerate(asked)))
+        asked = [(provider, kind) for provider in MODELS for kind in parts(url, "")]
+        answers = await asyncio.gather(*(told(one, i, kind) for i, (one, kind) in enumerate(asked)))
     sent = "\n".join(bodies)
     silent = [
         (what, status, raw)

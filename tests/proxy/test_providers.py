@@ -66,7 +66,7 @@ def client(proxy: Proxy) -> openai.AsyncOpenAI:
 async def test_texts_are_judged_and_the_models_inside_is_unavailable(
     start_proxy: StartProxy, providers: Any, stream: bool
 ) -> None:
-    async with running(FakeEngine()) as far, running(FakeEngine()) as near:
+    async with running(FakeEngine(finish="stop")) as far, running(FakeEngine()) as near:
         async with start_proxy(near, POLICY, providers=providers(far)) as proxy:
             messages: Any = [{"role": "user", "content": "hello"}]
             options: Any = {"stream_options": {"include_usage": True}} if stream else {}
@@ -106,7 +106,7 @@ async def test_a_span_names_the_provider(start_proxy: StartProxy, providers: Any
 
 async def test_an_answer_is_judged_as_vllms_is(start_proxy: StartProxy, providers: Any) -> None:
     async with (
-        running(FakeEngine(scripts=[("the", " secret", " 1234")])) as far,
+        running(FakeEngine(scripts=[("the", " secret", " 1234")], finish="stop")) as far,
         start_proxy(far, POLICY, providers=providers(far)) as proxy,
     ):
         for stream in (False, True):
