@@ -55,6 +55,8 @@ class Case:
 CASES = (
     Case("whole", 64, False, 64),
     Case("streamed", 64, True, 64),
+    Case("steady-whole", 64, False, 64, 0.25),
+    Case("steady-streamed", 64, True, 64, 0.25),
     Case("paced-whole", 64, False, 64, 1.0),
     Case("paced-streamed", 64, True, 64, 1.0),
     Case("alone-whole", 1, False, 64, 0.02),

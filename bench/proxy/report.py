@@ -24,6 +24,8 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 TITLES = {
     "whole": "64 clients without a pause, whole answers",
     "streamed": "64 clients without a pause, streams of 64 tokens",
+    "steady-whole": "64 clients that pause a quarter of a second, whole answers",
+    "steady-streamed": "64 clients that pause a quarter of a second, streams",
     "paced-whole": "64 clients that pause a second, whole answers",
     "paced-streamed": "64 clients that pause a second, streams",
     "alone-whole": "one client, whole answers",
