@@ -115,7 +115,8 @@ def added_table(rows: Sequence[Row]) -> list[str]:
                 if not added["p50"]:
                     continue
                 ours = variant == "guard"
-                verdicts = [at_most(statistics.median(added[q]), g) for q, g in (("p50", ADDED_P50_MS), ("p99", ADDED_P99_MS))]
+                goals = {"p50": ADDED_P50_MS, "p99": ADDED_P99_MS}
+                verdicts = [at_most(statistics.median(added[q]), goal) for q, goal in goals.items()]
                 lines.append(
                     (
                         TITLES[case],
