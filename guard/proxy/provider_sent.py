@@ -12,12 +12,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 UNCOMPARED = frozenset(
     (
         # Kinds and ids that each form spells in its own way, and hints that say nothing to a model.
         *("role", "type", "id", "index", "tool_call_id", "format", "media_type", "filename", "cache_control"),
+        # Hints that OpenAI's libraries set by themselves: to keep to a schema, how closely to look at a picture.
+        *("strict", "detail"),
         # What a client sends back of an earlier answer, and most APIs do not take.
         *("reasoning", "reasoning_content", "reasoning_details", "thinking_blocks", "annotations"),
         "provider_specific_fields",
@@ -65,6 +68,9 @@ AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
 OURS = ("model", "stream", "stream_options", "user")
 """Fields that the proxy answers for itself, and one that no model sees: it tells a provider whose request it is."""
 
+OF_TOOLS = ("tool", "function")
+"""Roles of messages whose text some forms take as the JSON that it is."""
+
 MAX_PASSES = 64
 """How often all that is sent may be searched for texts that stand in longer ones, in all. In turn they cost one pass
 together; a text that is not there, or stands before the last one, costs another."""
@@ -107,7 +113,7 @@ class Sent:
 
     @cached_property
     def scalars(self) -> set[Any]:
-        return {one for _, one in self.pairs}
+        return {*(one for _, one in self.pairs), *chain.from_iterable(self.numbers)}
 
     @cached_property
     def settings(self) -> Counter[Any]:
@@ -282,11 +288,11 @@ def _lost(sent: Sent, value: Any, where: str) -> Iterator[str]:
     elif isinstance(value, dict):
         for key, one in value.items():
             place = f"{where}.{key}"
-            if key in UNCOMPARED or (key, one) == ("detail", "auto") or (key, one) == ("strict", False):
+            if key in UNCOMPARED:
                 continue
             if key == "parameters":
                 yield from _lost_schema(sent, one, place)
-            elif key == "arguments":
+            elif key == "arguments" or (key == "content" and isinstance(one, str) and value.get("role") in OF_TOOLS):
                 yield from _lost_arguments(sent, one, place)
             elif isinstance(one, bool | int | float):
                 if (plain(key), one) not in sent.pairs:
@@ -308,6 +314,7 @@ def _lost_arguments(sent: Sent, value: Any, where: str) -> Iterator[str]:
         there = not key or key in sent.keys
         there &= not isinstance(one, str) or one in sent.whole or not one.strip()
         there &= not isinstance(one, bool | int | float) or (plain(key), one) in sent.pairs
+        there &= not isinstance(one, list) or tuple(one) in sent.numbers
         if not there:
             spelt = [json.dumps(told), *([value] if isinstance(value, str) else [])]
             if _spelt(told) not in sent.objects and not any(sent.has(one) for one in spelt):

@@ -48,6 +48,10 @@ def result(*content: Any) -> list[Any]:
     return [*TOOLED, {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "r"}, *content]}]
 
 
+def result_of(text: str) -> list[Any]:
+    return [*TOOLED, {"role": "tool", "tool_call_id": "c1", "content": text}]
+
+
 def with_parts(part: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Messages of each role with a part."""
     held = [{"type": "text", "text": "a"}, part]
@@ -89,7 +93,6 @@ LEFT_OUT: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("mistral", "ollama"), {"tools": [TOOL], "tool_choice": {**TOOL, "function": {"name": "weather"}}}, "tool_choice"),
     (("gemini",), {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     (("anthropic", "ollama_chat"), {"messages": [{**HI[0], "name": "bob"}]}, "messages[0].name"),
-    (("anthropic", "gemini"), {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]}, "tools[0]"),
     (("anthropic", "mistral", "ollama"), {"n": 2}, "n"),
     (("anthropic", "gemini"), {"logit_bias": {"5": 1}}, "logit_bias"),
     (("openai",), {"temperature": [1]}, "temperature"),
@@ -119,6 +122,28 @@ REACHES: dict[str, dict[str, Any]] = {
     "sampling": {"temperature": 0.3, "top_p": 0.9, "max_tokens": 77, "stop": ["x", "y"], "user": "u", "n": 1},
     "tools": {"tools": [TOOL]},
     "results": {"messages": result({"type": "text", "text": 'a "quoted" one'}), "tools": [TOOL]},
+    "results that are JSON": {
+        "tools": [TOOL],
+        "messages": result_of('{"temp": 21.5, "ok": true, "at": [1, 2], "of": {"a": null}}'),
+    },
+    "results that are spelt JSON": {
+        "tools": [TOOL],
+        "messages": result_of('{\n  "temp": "21",\n  "rows": [{"id": 1}, {"id": 2}]\n}'),
+    },
+    "hints": {
+        "tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+    },
+    "numbers to choose from": {"tools": [with_schema({"type": "integer", "enum": [1, 2, 3]})]},
+    "a number to choose in an answer": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "x",
+                "schema": {**SCHEMA, "properties": {"k": {"type": "integer", "enum": [4, 5]}}},
+            },
+        }
+    },
     "a schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
 }
 
