@@ -33,6 +33,12 @@ SENT: Mapping[str, tuple[str, ...]] = {
 """The APIs that these models answer, and the fields of OpenAI's own. Nothing else goes to litellm: there a field may be
 an address, to which it would send the provider's key."""
 
+DEFAULTS: Mapping[str, Any] = {
+    **{"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "parallel_tool_calls": True},
+    **{"service_tier": "auto", "store": False},
+}
+"""What these are where nobody gives them: litellm refuses the field itself for providers that have none such."""
+
 AS_CHATS = frozenset(
     ("openai", "azure", "azure_ai", "deepseek", "gemini", "groq", "huggingface", "openrouter", "xai", "litellm_proxy")
 )
@@ -104,10 +110,16 @@ def _check_answer(path: str, fields: Mapping[str, Any], provider: str) -> None:
 
 def arguments(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """For litellm, of a request that was checked."""
-    found = {name: value for name, value in fields.items() if name in SENT[path] and value is not None}
+    given = {name: value for name, value in fields.items() if name in SENT[path] and value is not None}
+    found = {name: value for name, value in given.items() if not _comes_anyway(name, value)}
     if fields.get(METADATA) is not None:
         found["extra_body"] = {METADATA: fields[METADATA]}
     return found
+
+
+def _comes_anyway(name: str, value: Any) -> bool:
+    default = DEFAULTS.get(name)
+    return default is not None and isinstance(value, bool) == isinstance(default, bool) and value == default
 
 
 def _check_tools(provider: str, fields: Mapping[str, Any]) -> None:

@@ -276,15 +276,16 @@ def _prompt(sent: Sent, name: str, value: Any) -> Iterator[str]:
 
 
 def _tools(sent: Sent, name: str, value: Any) -> Iterator[str]:
-    for i, tool in enumerate(value if isinstance(value, list) else ()):
-        yield from _lost(sent, tool, f"{name}[{i}]")
+    for i, one in enumerate(value if isinstance(value, list) else ()):
+        result = isinstance(one, dict) and one.get("role") in OF_TOOLS
+        yield from _lost(sent, one, f"{name}[{i}]", result=result)
 
 
-def _lost(sent: Sent, value: Any, where: str) -> Iterator[str]:
-    """What of messages and tools is not there."""
+def _lost(sent: Sent, value: Any, where: str, *, result: bool = False) -> Iterator[str]:
+    """What of messages and tools is not there. ``result``: it is a tool's."""
     if isinstance(value, list):
         for i, one in enumerate(value):
-            yield from _lost(sent, one, f"{where}[{i}]")
+            yield from _lost(sent, one, f"{where}[{i}]", result=result)
     elif isinstance(value, dict):
         for key, one in value.items():
             place = f"{where}.{key}"
@@ -292,13 +293,13 @@ def _lost(sent: Sent, value: Any, where: str) -> Iterator[str]:
                 continue
             if key == "parameters":
                 yield from _lost_schema(sent, one, place)
-            elif key == "arguments" or (key == "content" and isinstance(one, str) and value.get("role") in OF_TOOLS):
+            elif key == "arguments" or (result and key in ("content", "text") and isinstance(one, str)):
                 yield from _lost_arguments(sent, one, place)
             elif isinstance(one, bool | int | float):
                 if (plain(key), one) not in sent.pairs:
                     yield place
             else:
-                yield from _lost(sent, one, place)
+                yield from _lost(sent, one, place, result=result)
     elif isinstance(value, str) and not sent.has(value):
         yield where
 

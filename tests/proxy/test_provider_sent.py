@@ -130,6 +130,16 @@ REACHES: dict[str, dict[str, Any]] = {
         "tools": [TOOL],
         "messages": result_of('{\n  "temp": "21",\n  "rows": [{"id": 1}, {"id": 2}]\n}'),
     },
+    "results in parts that are JSON": {
+        "messages": result({"type": "text", "text": '{"a": {"b": "text"}}'}),
+        "tools": [TOOL],
+    },
+    "nothing as a result": {"messages": result_of("{}"), "tools": [TOOL]},
+    "truths to choose from": {"tools": [with_schema({"type": "boolean", "enum": [True]})]},
+    "what comes anyway": {
+        **{"frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False, "service_tier": "auto", "store": False},
+        **{"parallel_tool_calls": True, "tools": [TOOL]},
+    },
     "hints": {
         "tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
