@@ -91,12 +91,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--phases", nargs="+", choices=list(WEIGHTS), default=list(WEIGHTS))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--served-variants", nargs="+", choices=list(SERVED), default=["vanilla", "guarded"])
-    parser.add_argument(
-        "--limit-s",
-        type=seconds,
-        default=560.0,
-        help="the run is over by then, start-up included",
-    )
+    parser.add_argument("--limit-s", type=seconds, default=560.0, help="the run is over by then, start-up included")
     parser.add_argument("--start-limit-s", type=seconds, default=240.0, help="for engines to start, each time")
     parser.add_argument("--repetitions", type=positive, default=7, help="rounds of each phase, as many as fit")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 64])

@@ -198,7 +198,7 @@ def within_goal(load: Load, later: tuple[float, float] | None) -> tuple[str, str
     """Part of the readouts that were in the API server in time, and whether that is half of them; of runs from before
     that was counted, the bound in its place."""
     goal_ms = goals.READOUT_MS
-    share = courier.share_within(goal_ms / 1e3, load.lags) if load.lags else None
+    share = courier.share_within(goal_ms / 1e3, load.lags)
     if share is not None:
         return f"{share:.1%}", f"p50 ≤ {goal_ms:g} ms: {'met' if share >= 0.5 else '**missed**'}"
     return "", "" if later is None else goals.at_most(later[0], goal_ms)

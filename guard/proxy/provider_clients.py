@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from guard.proxy.provider_endings import Endings, endings_in
-from guard.proxy.provider_sent import missing
+from guard.proxy.provider_sent import json_in, missing
 
 HTTPX = ("httpx", "httpx2")
 """The same library under two names; the second is what openai's client stands on."""
@@ -149,7 +149,7 @@ class Traffic:
         """How each choice of the last answer ended, in the provider's word, once all of it has come."""
         if streamed and self._endings is not None:
             return self._endings.found()
-        return {} if self._answer is None else endings_in(_json(_content(self._answer)))
+        return {} if self._answer is None else endings_in(json_in(_content(self._answer) or b""))
 
     def body(self) -> bytes | None:
         """Of the last answer; None where nobody has read it."""
@@ -172,14 +172,6 @@ def _content(response: Any) -> bytes | None:
     try:
         return bytes(response.content)
     except RuntimeError:
-        return None
-
-
-def _json(body: bytes | None) -> Any:
-    """None for what is none."""
-    try:
-        return json.loads(body or b"")
-    except (ValueError, RecursionError):
         return None
 
 
@@ -282,7 +274,7 @@ def _answered(response: Any, traffic: Traffic | None, *, streamed: bool) -> Any:
 
 def _fill(response: Any) -> None:
     """A whole answer with what litellm cannot do without, such as a usage."""
-    answer = _json(_content(response))
+    answer = json_in(_content(response) or b"")
     if not isinstance(answer, dict):
         return
     for marks, name, nothing in UNTOLD:

@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from guard.proxy.provider_request import DEFAULTS
+
 UNCOMPARED = frozenset(
     (
         # Kinds and ids that each form spells in its own way, and hints that say nothing to a model.
@@ -57,11 +59,11 @@ QUESTIONS = PROMPTS | {"requests", "instances"}
 WITHOUT_SETTINGS = PROMPTS | {"tools", "functions", "systeminstruction"}
 
 AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
-    **{"n": (1,), "best_of": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logprobs": (False,)},
-    **{"stop": ("", []), "logit_bias": ({},), "parallel_tool_calls": (True,), "tools": ([],), "functions": ([],)},
+    **{name: (value,) for name, value in DEFAULTS.items()},
+    **{"n": (1,), "best_of": (1,), "stop": ("", []), "logit_bias": ({},), "tools": ([],), "functions": ([],)},
     **{"tool_choice": ("auto",), "function_call": ("auto",), "response_format": ({"type": "text"},)},
-    **{"modalities": (["text"],), "store": (False,), "echo": (False,), "encoding_format": ("float",)},
-    **{"service_tier": ("auto",), "reasoning_effort": ("none",), "suffix": ("",), "metadata": ({},)},
+    **{"modalities": (["text"],), "echo": (False,), "encoding_format": ("float",)},
+    **{"reasoning_effort": ("none",), "suffix": ("",), "metadata": ({},)},
 }
 """Values that ask for what comes anyway, where the field is left out."""
 
@@ -109,7 +111,7 @@ class Sent:
     @cached_property
     def objects(self) -> set[str]:
         """Texts that are JSON objects, each spelt in one way."""
-        return {_spelt(value) for text in self.texts if text.startswith("{") and (value := _value(text)) is not None}
+        return {_spelt(value) for text in self.texts if text.startswith("{") and (value := json_in(text)) is not None}
 
     @cached_property
     def scalars(self) -> set[Any]:
@@ -306,7 +308,7 @@ def _lost(sent: Sent, value: Any, where: str, *, result: bool = False) -> Iterat
 
 def _lost_arguments(sent: Sent, value: Any, where: str) -> Iterator[str]:
     """JSON in a text, or JSON itself, which each form may have as the other."""
-    told = _value(value) if isinstance(value, str) else value
+    told = json_in(value) if isinstance(value, str) else value
     if isinstance(value, str) and (value in sent.whole or told is None):
         if not sent.has(value):
             yield where
@@ -327,7 +329,7 @@ def _spelt(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _value(text: str) -> Any:
+def json_in(text: str | bytes) -> Any:
     """None for what is no JSON."""
     try:
         return json.loads(text)
